@@ -9,7 +9,7 @@ from dataclasses import dataclass
 _WIDTH_OF_FILES = 120
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """Rows of text under a title; the first column holds the names."""
 

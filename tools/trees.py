@@ -23,7 +23,7 @@ _HINT = "give the file that llm_inference --eagle --treeOutputFile wrote"
 app = App(SNAKE_CASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """Sums and means over the rounds of one request, or of all."""
 

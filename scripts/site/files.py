@@ -111,5 +111,7 @@ def comments(kind: type) -> dict[str, str]:
 
 def _section(kind: type, columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> str:
     about = inspect.cleandoc(kind.__doc__ or "")
-    table = markdown(Table("", columns, rows, is_numeric=False)).partition("\n\n")[2]
+    table = markdown(Table(title="", columns=columns, rows=rows, is_numeric=False)).partition(
+        "\n\n"
+    )[2]
     return f"## {kind.__name__}\n\n{about}\n\n{table}"

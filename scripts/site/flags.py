@@ -64,7 +64,7 @@ def _flags(name: str, command: TyperCommand) -> str:
             if flag.lstrip("-").replace("-", "_") not in _COMMON
         )
         if rows:
-            table = markdown(Table("", ("flag", ""), rows, is_numeric=False))
+            table = markdown(Table(title="", columns=("flag", ""), rows=rows, is_numeric=False))
             parts.append(f"**{group}**\n\n{table.partition(chr(10) * 2)[2]}")
     return "\n".join([*parts, f"```shell\n{command.epilog}\n```\n"])
 

@@ -69,14 +69,24 @@ def run_bench():
 
 
 def _pair() -> Pair:
-    return Pair(Series(TEXT, "x", PLAIN, 0, 0), Series(TEXT, "x", EAGLE, 0, 0))
+    return Pair(
+        plain=Series(test=TEXT, name="x", mode=PLAIN, tokens=0, depth=0),
+        eagle=Series(test=TEXT, name="x", mode=EAGLE, tokens=0, depth=0),
+    )
 
 
 def test_statistics_by_hand():
-    series = Series("decode", "decode", "plain", 10, 0, [1.0, 2.0, 6.0])
+    series = Series(
+        test="decode", name="decode", mode="plain", tokens=10, depth=0, samples=[1.0, 2.0, 6.0]
+    )
     assert (series.median, series.mean) == (2.0, 3.0)
     assert series.deviation == pytest.approx(7**0.5)  # (4 + 1 + 9) / 2
-    assert Series("decode", "decode", "plain", 10, 0, [4.0]).deviation == 0
+    assert (
+        Series(
+            test="decode", name="decode", mode="plain", tokens=10, depth=0, samples=[4.0]
+        ).deviation
+        == 0
+    )
     pair = _pair()
     pair.plain.samples, pair.eagle.samples = [2.0, 4.0], [3.0, 10.0]
     pair.rounds, pair.emitted, pair.nodes = 4, 10, 18
@@ -116,9 +126,15 @@ def test_tests_are_interleaved_after_a_warm_up(monkeypatch):
     monkeypatch.setattr(loops, "decode_rate", lambda _llm, d, n: order.append((d, n)) or 7.0)
     monkeypatch.setattr(loops, "run_both_modes", answer)
     texts = Texts(Options(), [{"messages": [USER]}, "no object"], ["w20 w21", "request"])
-    results = Results({}, {}, {})
+    results = Results(engine={}, machine={}, settings={})
     steps = []
-    loops.run(None, Work((3, 5), (0, 9), 4, texts), results, 2, steps.append)  # type: ignore[arg-type]
+    loops.run(
+        None,
+        Work(prompts=(3, 5), depths=(0, 9), generated=4, texts=texts),
+        results,
+        2,
+        steps.append,
+    )  # type: ignore[arg-type]
     tests = [3, 5, (0, 4), (9, 4)]
     even, odd = ([("text 0", first), ("text 1", not first)] for first in (False, True))
     assert order == [*tests, *even, *tests, *even, *tests, *odd]
@@ -182,8 +198,23 @@ def results() -> Results:
     pair.plain.samples, pair.eagle.samples = [10.0, 20.0], [15.0, 40.0]
     pair.plain.tokens = 7
     pair.rounds, pair.emitted, pair.nodes, pair.same_answers = 4, 10, 18, 1
-    series = [Series("prefill", "prefill 16", "plain", 16, 0, [100.0, 300.0])]
-    found = Results({"engine": "e"}, {"CPU": "Fast, Inc."}, {"repetitions": "2"}, series, [pair])
+    series = [
+        Series(
+            test="prefill",
+            name="prefill 16",
+            mode="plain",
+            tokens=16,
+            depth=0,
+            samples=[100.0, 300.0],
+        )
+    ]
+    found = Results(
+        engine={"engine": "e"},
+        machine={"CPU": "Fast, Inc."},
+        settings={"repetitions": "2"},
+        series=series,
+        pairs=[pair],
+    )
     found.repetitions, found.peak_memory_bytes = 2, 123_000_000
     return found
 

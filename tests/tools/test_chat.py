@@ -34,7 +34,7 @@ def llm(tiny_engine) -> LLM:
 
 @pytest.fixture
 def conversation(llm) -> Conversation:
-    return Conversation(llm, GREEDY)
+    return Conversation(llm=llm, settings=GREEDY)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_message_beyond_the_context_fails_and_changes_nothing(conversation):
 def test_an_output_is_truncated_when_the_context_is_full(llm):
     settings = Settings(SamplingParams(temperature=0), 500, enable_thinking=False)
     screen = Script("w20 " * 40, "w20")
-    assert repl.run(Conversation(llm, settings), screen) == 1
+    assert repl.run(Conversation(llm=llm, settings=settings), screen) == 1
     assert "note truncated: the context of 64 tokens is full; /reset clears it" in screen.shown
     assert "/reset" in screen.shown[-1]
 
@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_the_partial_output(conversation, tiny_engine):
     assert conversation.totals.generated_tokens == 1
     assert len(conversation.turns) == 2
     whole = _talk(conversation, "w22")  # the cache is sound
-    fresh = Conversation(LLM(tiny_engine), GREEDY, turns=conversation.turns[:2])
+    fresh = Conversation(llm=LLM(tiny_engine), settings=GREEDY, turns=conversation.turns[:2])
     assert whole == _talk(fresh, "w22")
 
 
@@ -210,7 +210,7 @@ def test_ctrl_c_ends_the_program_without_a_terminal(conversation, monkeypatch):
 
 def test_statistics_include_the_acceptance_length(eagle_pair):
     llm = LLM(eagle_pair.engine, spec=SpecOptions(), context_reuse=True)
-    conversation = Conversation(llm, GREEDY)
+    conversation = Conversation(llm=llm, settings=GREEDY)
     output = conversation.ask("w20 w21")
     assert describe(output) == f"prefill of {output.prompt_token_count} tokens"
     for _ in output:
@@ -265,7 +265,7 @@ def test_a_saved_conversation_is_a_request_file(conversation, tmp_path, command,
 def test_images_go_with_the_next_message(tmp_path):
     made = build_vlm(tmp_path, "smolvlm")
     llm = LLM(made.engine, multimodal_engine_dir=made.visual_engine, context_reuse=True)
-    conversation = Conversation(llm, GREEDY)
+    conversation = Conversation(llm=llm, settings=GREEDY)
     picture = tmp_path / "red.png"
     Image.new("RGB", (60, 40), "red").save(picture)
     assert commands.run(conversation, "image", str(picture))[0].startswith("red.png: goes with")
@@ -287,7 +287,9 @@ def test_a_pipe_prints_replies_and_notes(chat, llm):
     assert result.returncode == 1
     lines = result.stdout.splitlines()
     assert lines[0] == _talk(
-        Conversation(llm, Settings(SamplingParams(temperature=0), 5, enable_thinking=False)),
+        Conversation(
+            llm=llm, settings=Settings(SamplingParams(temperature=0), 5, enable_thinking=False)
+        ),
         "w20 w21",
     )
     assert lines[1] == "answers: 1, 5 tokens"

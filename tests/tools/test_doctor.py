@@ -57,8 +57,10 @@ def test_a_workstation_has_no_faults(machine):
     assert (gpu.status, driver.status) == (OK, OK)
     assert gpu.found == "NVIDIA RTX 4090, compute capability 8.9, 310 of 24564 MB used"
     assert driver.found == "570.86.10"
-    assert _found(here, "CUDA") == [Finding("CUDA", OK, "toolkit 13.2.0")]
-    assert _found(here, "memory") == [Finding("memory", OK, "12.3 of 16.4 GB are free")]
+    assert _found(here, "CUDA") == [Finding(what="CUDA", status=OK, found="toolkit 13.2.0")]
+    assert _found(here, "memory") == [
+        Finding(what="memory", status=OK, found="12.3 of 16.4 GB are free")
+    ]
     assert not _found(here, "JetPack")
 
 

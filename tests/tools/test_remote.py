@@ -197,7 +197,7 @@ def test_training_prompts_resume_after_an_interrupt(tmp_path, stub):
 
     one, store = stub(), tmp_path / "answers.jsonl"
     prompts = [Prompt((1, 2)), Prompt((3, 4)), Prompt((5, 6))]
-    how = Generation(16, 0.5, 0.8, 8, 0)
+    how = Generation(max_new_tokens=16, sampled_share=0.5, temperature=0.8, batch=8, seed=0)
     servers = Servers((one.url,))
     stops = frozenset([7])
     begun = answer_prompts_remotely(servers, prompts[:1], stops, store, how, at_once)

@@ -16,7 +16,7 @@ from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.data import corpus
 from edgellm.tools.train_draft.data.corpus import Generation, write_prompts
 
-HOW = Generation(12, 0.5, 0.8, 4, 7)
+HOW = Generation(max_new_tokens=12, sampled_share=0.5, temperature=0.8, batch=4, seed=7)
 USER, COLON, END = 6, 3, 4  # the template's "user : ... ."
 
 
@@ -25,7 +25,9 @@ def base(tmp_path) -> Base:
     """A base with a tokenizer; `generate` is replaced."""
     write_tokenizer(tmp_path, 96)
     model: Any = torch.nn.Identity()
-    return Base(model, AutoTokenizer.from_pretrained(tmp_path), frozenset([END]))
+    return Base(
+        model=model, tokenizer=AutoTokenizer.from_pretrained(tmp_path), stop_ids=frozenset([END])
+    )
 
 
 @pytest.fixture

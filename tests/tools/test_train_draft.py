@@ -63,11 +63,23 @@ def job(base, data, tmp_path) -> Job:
         batch_tokens=128, max_tokens=48, max_gradient_norm=1.0, seed=0,
     )  # fmt: skip
     return Job(
-        base_model_dir=str(base), output_dir=tmp_path / "draft", data=(data,), self_prompts=0,
-        work_dir=tmp_path / "work", init_from=None, draft_vocab_size=HEAD, hidden_taps=(),
-        held_out=4, cache_features=True, save_every=3, device="cpu", recipe=recipe,
-        generation=Generation(12, 0.5, 0.8, 4, 0),
-    )  # fmt: skip
+        base_model_dir=str(base),
+        output_dir=tmp_path / "draft",
+        data=(data,),
+        self_prompts=0,
+        work_dir=tmp_path / "work",
+        init_from=None,
+        draft_vocab_size=HEAD,
+        hidden_taps=(),
+        held_out=4,
+        cache_features=True,
+        save_every=3,
+        device="cpu",
+        recipe=recipe,
+        generation=Generation(
+            max_new_tokens=12, sampled_share=0.5, temperature=0.8, batch=4, seed=0
+        ),
+    )
 
 
 def _write_lines(path: Path, lines: list[object]) -> Path:
@@ -212,8 +224,10 @@ def test_ctrl_c_prints_one_line_and_keeps_the_state(job):
     assert "Traceback" not in printed
     assert not job.output_dir.exists()
     base = run_module.load_base(job.base_model_dir, torch.device("cpu"))
-    learner = Eagle3(base, (2, 4, 5), HEAD, 3, 0.9)
-    trainer = Trainer(learner, job.recipe, job.work_dir, torch.device("cpu"))
+    learner = Eagle3(base=base, taps=(2, 4, 5), draft_vocab_size=HEAD, unrolls=3, decay=0.9)
+    trainer = Trainer(
+        learner=learner, recipe=job.recipe, folder=job.work_dir, device=torch.device("cpu")
+    )
     assert trainer.resume()
     assert trainer.step > 0
 

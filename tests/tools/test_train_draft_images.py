@@ -146,7 +146,10 @@ def _final_state(model: Any, checkpoint: Path, sample: Sample) -> torch.Tensor:
 def test_stored_answers_are_distinguished_by_their_images(deep_checkpoint, data, tmp_path):
     base = load_base(str(deep_checkpoint), CPU)
     _, prompts = read_conversations([data], base)
-    store, how = tmp_path / "answers.jsonl", Generation(6, 0.0, 1.0, 4, 0)
+    store, how = (
+        tmp_path / "answers.jsonl",
+        Generation(max_new_tokens=6, sampled_share=0.0, temperature=1.0, batch=4, seed=0),
+    )
     assert list(answer_prompts(base, prompts, store, how)) == [0, 4]
     assert {sample.prompt for sample in stored_answers(store)} == set(prompts)
     assert list(answer_prompts(base, prompts, store, how)) == [4]
@@ -158,11 +161,23 @@ def _job(checkpoint: Path, data: Path, tmp_path: Path) -> Job:
         batch_tokens=512, max_tokens=200, max_gradient_norm=1.0, seed=0,
     )  # fmt: skip
     return Job(
-        base_model_dir=str(checkpoint), output_dir=tmp_path / "draft", data=(data,),
-        self_prompts=0, work_dir=tmp_path / "work", init_from=None, draft_vocab_size=40,
-        hidden_taps=(), held_out=1, cache_features=True, save_every=1, device="cpu",
-        recipe=recipe, generation=Generation(8, 0.5, 0.8, 4, 0),
-    )  # fmt: skip
+        base_model_dir=str(checkpoint),
+        output_dir=tmp_path / "draft",
+        data=(data,),
+        self_prompts=0,
+        work_dir=tmp_path / "work",
+        init_from=None,
+        draft_vocab_size=40,
+        hidden_taps=(),
+        held_out=1,
+        cache_features=True,
+        save_every=1,
+        device="cpu",
+        recipe=recipe,
+        generation=Generation(
+            max_new_tokens=8, sampled_share=0.5, temperature=0.8, batch=4, seed=0
+        ),
+    )
 
 
 def test_a_draft_of_a_vision_language_model_is_exported(deep_checkpoint, data, tmp_path):

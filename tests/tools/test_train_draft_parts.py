@@ -42,7 +42,7 @@ from edgellm.tools.train_draft.train import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 STOPS = frozenset([2, 17, 33, 50, 71])
-GREEDY = Generation(10, 0.0, 1.0, 4, 0)
+GREEDY = Generation(max_new_tokens=10, sampled_share=0.0, temperature=1.0, batch=4, seed=0)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -60,7 +60,7 @@ def model(base):
 @pytest.fixture(scope="module")
 def loaded(model) -> Base:
     """A base without a usable tokenizer."""
-    return Base(model, PreTrainedTokenizerBase(), frozenset([2]))
+    return Base(model=model, tokenizer=PreTrainedTokenizerBase(), stop_ids=frozenset([2]))
 
 
 @pytest.fixture

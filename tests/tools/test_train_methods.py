@@ -68,11 +68,23 @@ def job(base, tmp_path) -> Job:
         batch_tokens=512, max_tokens=64, max_gradient_norm=1.0, seed=0, feature_noise=0.2,
     )  # fmt: skip
     return Job(
-        base_model_dir=str(base), output_dir=tmp_path / "draft", data=(data,), self_prompts=0,
-        work_dir=tmp_path / "work", init_from=None, draft_vocab_size=0, hidden_taps=(),
-        held_out=6, cache_features=True, save_every=100, device="cpu", recipe=recipe,
-        generation=Generation(12, 0.0, 1.0, 4, 0),
-    )  # fmt: skip
+        base_model_dir=str(base),
+        output_dir=tmp_path / "draft",
+        data=(data,),
+        self_prompts=0,
+        work_dir=tmp_path / "work",
+        init_from=None,
+        draft_vocab_size=0,
+        hidden_taps=(),
+        held_out=6,
+        cache_features=True,
+        save_every=100,
+        device="cpu",
+        recipe=recipe,
+        generation=Generation(
+            max_new_tokens=12, sampled_share=0.0, temperature=1.0, batch=4, seed=0
+        ),
+    )
 
 
 def _of(job: Job, method: str) -> Job:

@@ -10,9 +10,8 @@ import typer
 from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, numbers, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.flags import EngineDir, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
-from edgellm.tools.bench.flags import Depth, Generate, InputFile, Output, Prompt, Repetitions
+from edgellm.tools.bench.flags import BenchFlags, with_bench_flags
 
 if TYPE_CHECKING:
     from edgellm.core.manifest import Engine
@@ -33,16 +32,10 @@ app = App(CAMEL_CASE)
     ),
 )
 @with_spec_flags
+@with_bench_flags
 def bench(
-    engine_dir: EngineDir,
+    flags: BenchFlags,
     spec_flags: SpecFlags,
-    prompt: Prompt = "",
-    generate: Generate = 64,
-    depth: Depth = "0",
-    repetitions: Repetitions = 5,
-    input_file: InputFile = None,
-    output: Output = "text",
-    verify: Verify = None,
 ) -> None:
     """Measure the speed of an engine; --eagle or --spec compares with plain decoding."""
     from edgellm.device_runtime.api.llm import LLM
@@ -53,28 +46,35 @@ def bench(
     from edgellm.tools.bench.result_formats import NAMES
     from edgellm.tools.bench.results import Results
 
-    if output not in NAMES:
-        raise EdgeLLMError(f"--output {output}: give {', '.join(NAMES[:-1])} or {NAMES[-1]}")
+    if flags.output not in NAMES:
+        raise EdgeLLMError(f"--output {flags.output}: give {', '.join(NAMES[:-1])} or {NAMES[-1]}")
     how = spec_flags.read()
-    if input_file is not None and how is None:
+    if flags.input_file is not None and how is None:
         raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")
-    depths = numbers("--depth", depth)
-    requests = read_file(input_file or REQUESTS)
-    llm = LLM(engine_dir, verify=verify, spec=how)
-    prompts = _prompts(prompt, llm.manifest)
-    check_sizes(llm.manifest, prompts, depths, generate)
+    depths = numbers("--depth", flags.depth)
+    requests = read_file(flags.input_file or REQUESTS)
+    llm = LLM(flags.engine_dir, verify=flags.verify, spec=how)
+    prompts = _prompts(flags.prompt, llm.manifest)
+    check_sizes(llm.manifest, prompts, depths, flags.generate)
     texts = Texts.at(llm, *requests, depths) if how is not None else None
     if warning := busy_warning():
         typer.echo(f"warning: {warning}", err=True)
-    work = Work(prompts, depths if generate else (), generate, texts)
-    settings = {"repetitions": str(repetitions), "speculation": _described(how)}
-    results = Results(_engine(engine_dir, llm.manifest), facts(), settings)
+    work = Work(
+        prompts=prompts,
+        depths=depths if flags.generate else (),
+        generated=flags.generate,
+        texts=texts,
+    )
+    settings = {"repetitions": str(flags.repetitions), "speculation": _described(how)}
+    results = Results(
+        engine=_engine(flags.engine_dir, llm.manifest), machine=facts(), settings=settings
+    )
     try:
         with shown(lines=False) as report:
-            run(llm, work, results, repetitions, report)
+            run(llm, work, results, flags.repetitions, report)
     finally:  # after an interrupt, prints the complete repetitions
         if results.repetitions:
-            _print(results, output)
+            _print(results, flags.output)
 
 
 def _prompts(text: str, manifest: Engine) -> tuple[int, ...]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from edgellm.core.cli import with_flags
+from edgellm.device_runtime.requests.flags import EngineDir, Verify
 
 Prompt = Annotated[
     str,
@@ -60,3 +64,20 @@ Output = Annotated[
         rich_help_panel="Output",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchFlags:
+    """Values of the flags of the command."""
+
+    engine_dir: EngineDir
+    prompt: Prompt = ""
+    generate: Generate = 64
+    depth: Depth = "0"
+    repetitions: Repetitions = 5
+    input_file: InputFile = None
+    output: Output = "text"
+    verify: Verify = None
+
+
+with_bench_flags = with_flags("flags", BenchFlags)

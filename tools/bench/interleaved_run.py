@@ -39,7 +39,7 @@ class Texts:
         return cls(options, placed, names)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The tests of a run."""
 
@@ -51,9 +51,18 @@ class Work:
     def series(self) -> list[Series]:
         """Return empty series of the tests with random tokens."""
         return [
-            *(Series(PREFILL, f"prefill {n}", PLAIN, n, 0) for n in self.prompts),
             *(
-                Series(DECODE, f"decode {self.generated} behind {n}", PLAIN, self.generated, n)
+                Series(test=PREFILL, name=f"prefill {n}", mode=PLAIN, tokens=n, depth=0)
+                for n in self.prompts
+            ),
+            *(
+                Series(
+                    test=DECODE,
+                    name=f"decode {self.generated} behind {n}",
+                    mode=PLAIN,
+                    tokens=self.generated,
+                    depth=n,
+                )
                 for n in self.depths
             ),
         ]
@@ -61,7 +70,7 @@ class Work:
     def pairs(self) -> list[Pair]:
         """Return empty pairs of the texts."""
         names = [] if self.texts is None else self.texts.names
-        return [Pair(_text(name, PLAIN), _text(name, EAGLE)) for name in names]
+        return [Pair(plain=_text(name, PLAIN), eagle=_text(name, EAGLE)) for name in names]
 
 
 def run(llm: LLM, work: Work, results: Results, repetitions: int, report: Report) -> None:
@@ -118,7 +127,7 @@ def _once(
 
 
 def _text(name: str, mode: str) -> Series:
-    return Series(TEXT, name, mode, 0, 0)
+    return Series(test=TEXT, name=name, mode=mode, tokens=0, depth=0)
 
 
 def _name(raw: Any) -> str:

@@ -20,7 +20,15 @@ def tables(results: Results) -> list[Table]:
     found = [_speeds(results)] if results.series else []
     found += [_texts(results)] if results.pairs else []
     facts = {**results.facts, "peak memory": f"{results.peak_memory_bytes / 1e6:.0f} MB"}
-    return [*found, Table("Engine and machine", ("", ""), tuple(facts.items()), is_numeric=False)]
+    return [
+        *found,
+        Table(
+            title="Engine and machine",
+            columns=("", ""),
+            rows=tuple(facts.items()),
+            is_numeric=False,
+        ),
+    ]
 
 
 def as_markdown(results: Results) -> str:
@@ -86,10 +94,11 @@ def _speeds(results: Results) -> Table:
         for one in results.series
     )
     return Table(
-        "Random tokens, plain",
-        ("", "tokens/s, median", "mean ± sd", "ms a token", "samples"),
-        rows,
-        "samples are interleaved; decode T behind N: T tokens after N in the KV cache (minimum 1)",
+        title="Random tokens, plain",
+        columns=("", "tokens/s, median", "mean ± sd", "ms a token", "samples"),
+        rows=rows,
+        note="samples are interleaved; decode T behind N: T tokens after N in the KV cache "
+        "(minimum 1)",
     )
 
 
@@ -115,14 +124,23 @@ def _texts(results: Results) -> Table:
     rounds = sum(pair.rounds for pair in results.pairs)
     emitted = sum(pair.emitted for pair in results.pairs)
     return Table(
-        "Texts, plain and with EAGLE in turns",
-        ("text", "prompt", "answer", "plain tokens/s", "EAGLE tokens/s", "ratio", "acceptance",
-         "nodes", "same answer"),
-        tuple(rows),
-        "prompt and answer in tokens; "
+        title="Texts, plain and with EAGLE in turns",
+        columns=(
+            "text",
+            "prompt",
+            "answer",
+            "plain tokens/s",
+            "EAGLE tokens/s",
+            "ratio",
+            "acceptance",
+            "nodes",
+            "same answer",
+        ),
+        rows=tuple(rows),
+        note="prompt and answer in tokens; "
         f"all: ratio {_median(ratios):.2f} (median of {len(ratios)} pairs, {mean}), "
         f"acceptance length {emitted / max(rounds, 1):.2f}",
-    )  # fmt: skip
+    )
 
 
 def _median(values: list[float]) -> float:

@@ -9,7 +9,7 @@ PREFILL, DECODE, TEXT = "prefill", "decode", "text"
 PLAIN, EAGLE = "plain", "eagle"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Series:
     """Samples of one test, one per repetition, tokens/s."""
 
@@ -36,7 +36,7 @@ class Series:
         return statistics.stdev(self.samples) if len(self.samples) > 1 else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Pair:
     """One prompt with plain and with speculative decoding, in turn."""
 
@@ -64,7 +64,7 @@ class Pair:
         return self.nodes / self.rounds if self.rounds else 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Results:
     """Results of one run."""
 

@@ -12,20 +12,8 @@ import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.flags import (
-    AllowSpecialTokens,
-    EngineDir,
-    MultimodalEngineDir,
-    Verify,
-)
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
-from edgellm.tools.chat.flags import (
-    EnableThinking,
-    HistoryFile,
-    MaxGenerateLength,
-    System,
-    with_sampling_flags,
-)
+from edgellm.tools.chat.flags import ChatFlags, with_chat_flags, with_sampling_flags
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -47,17 +35,11 @@ app = App(CAMEL_CASE)
 )
 @with_spec_flags
 @with_sampling_flags
+@with_chat_flags
 def chat(
-    engine_dir: EngineDir,
+    flags: ChatFlags,
     spec_flags: SpecFlags,
     sampling_flags: Any,
-    multimodal_engine_dir: MultimodalEngineDir = None,
-    system: System = "",
-    max_generate_length: MaxGenerateLength = 512,
-    enable_thinking: EnableThinking = False,
-    allow_special_tokens: AllowSpecialTokens = False,
-    history_file: HistoryFile = None,
-    verify: Verify = None,
 ) -> None:
     """Chat with an engine; /help lists the commands.
 
@@ -73,21 +55,21 @@ def chat(
         values["seed"] = int.from_bytes(os.urandom(_SEED_BYTES), "little")
     sampling = SamplingParams(**values)
     llm = LLM(
-        engine_dir,
-        verify=verify,
+        flags.engine_dir,
+        verify=flags.verify,
         spec=spec_flags.read(),
-        multimodal_engine_dir=multimodal_engine_dir,
+        multimodal_engine_dir=flags.multimodal_engine_dir,
         context_reuse=True,
-        allow_special_tokens=allow_special_tokens,
+        allow_special_tokens=flags.allow_special_tokens,
     )
     if not llm.tokenizer.has_template:
         raise EdgeLLMError(
             "the model has no chat template, so it cannot chat",
             hint='llm_inference continues texts: "apply_chat_template": false in its file',
         )
-    settings = Settings(sampling, max_generate_length, enable_thinking)
-    conversation = Conversation(llm, settings, system)
-    raise typer.Exit(1 if run(conversation, _screen(conversation, history_file)) else 0)
+    settings = Settings(sampling, flags.max_generate_length, flags.enable_thinking)
+    conversation = Conversation(llm=llm, settings=settings, system=flags.system)
+    raise typer.Exit(1 if run(conversation, _screen(conversation, flags.history_file)) else 0)
 
 
 def _screen(conversation: Conversation, history_file: Path | None) -> Screen:

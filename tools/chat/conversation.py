@@ -25,7 +25,7 @@ class Settings:
     enable_thinking: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Conversation:
     """Messages and statistics of a chat; a message that fails changes nothing."""
 

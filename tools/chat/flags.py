@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from edgellm.core.cli import CAMEL_CASE, with_flags
+from edgellm.device_runtime.requests.flags import (
+    AllowSpecialTokens,
+    EngineDir,
+    MultimodalEngineDir,
+    Verify,
+)
 from edgellm.device_runtime.sampling.params import OPTIONS, Option
 
 System = Annotated[
@@ -57,3 +63,20 @@ def _flag(option: Option) -> tuple[str, Any, Any]:
 
 SamplingFlags = make_dataclass("SamplingFlags", map(_flag, OPTIONS.values()), frozen=True)
 with_sampling_flags = with_flags("sampling_flags", SamplingFlags)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFlags:
+    """Values of the flags of the command."""
+
+    engine_dir: EngineDir
+    multimodal_engine_dir: MultimodalEngineDir = None
+    system: System = ""
+    max_generate_length: MaxGenerateLength = 512
+    enable_thinking: EnableThinking = False
+    allow_special_tokens: AllowSpecialTokens = False
+    history_file: HistoryFile = None
+    verify: Verify = None
+
+
+with_chat_flags = with_flags("flags", ChatFlags)

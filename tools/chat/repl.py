@@ -46,7 +46,7 @@ class Screen(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Stop:
     """Signal handler of Ctrl-C; interrupts a prefill at once, decoding after the next step."""
 
@@ -148,7 +148,7 @@ def _truncation(conversation: Conversation, output: RequestOutput) -> str:
 @contextlib.contextmanager
 def _stoppable(screen: Screen) -> Iterator[_Stop]:
     """Install the signal handler while the block runs, if the screen stops replies."""
-    stop = _Stop(screen)
+    stop = _Stop(screen=screen)
     if not screen.stops_replies:
         yield stop
         return

@@ -9,7 +9,7 @@ from edgellm.device_runtime.api.llm import RequestOutput
 from edgellm.device_runtime.engine.profile import PREFILL
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Totals:
     """Sums over the outputs of a session."""
 

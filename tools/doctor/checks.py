@@ -26,7 +26,7 @@ _NEEDED = ("tokenizers", "jinja2", "msgspec")
 _LITTLE_MEMORY_BYTES = 2 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Result of one check; printed as one line."""
 
@@ -52,26 +52,30 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         printed = machine.ask("nvidia-smi", *_QUERY)
     except ProgramError as error:
         yield Finding(
-            "driver",
-            FAULT,
-            str(error),
-            "restart the machine; if it stays, install the NVIDIA driver again",
+            what="driver",
+            status=FAULT,
+            found=str(error),
+            remedy="restart the machine; if it stays, install the NVIDIA driver again",
         )
         return
     rows = [line.split(", ") for line in (printed or "").strip().splitlines()]
     if not rows:
         if machine.read("etc/nv_tegra_release") is None:
-            yield Finding("GPU", NOTE, "no NVIDIA GPU; engines run on the CPU")
+            yield Finding(what="GPU", status=NOTE, found="no NVIDIA GPU; engines run on the CPU")
         return
     for name, driver, total, used, capability in (row for row in rows if len(row) == 5):
         memory = f"{used} of {total} MB used" if total.isdigit() else "shares the system's memory"
-        yield Finding("GPU", OK, f"{name}, compute capability {capability}, {memory}")
+        yield Finding(
+            what="GPU", status=OK, found=f"{name}, compute capability {capability}, {memory}"
+        )
         major = driver.split(".")[0]
         if major.isdigit() and int(major) < _OLDEST_DRIVER:
             older = f"{driver} is older than {_OLDEST_DRIVER}"
-            yield Finding("driver", FAULT, older, "install a newer NVIDIA driver")
+            yield Finding(
+                what="driver", status=FAULT, found=older, remedy="install a newer NVIDIA driver"
+            )
         else:
-            yield Finding("driver", OK, driver)
+            yield Finding(what="driver", status=OK, found=driver)
 
 
 def _jetpack(machine: Machine) -> Iterator[Finding]:
@@ -83,18 +87,18 @@ def _jetpack(machine: Machine) -> Iterator[Finding]:
     found = jetpack.find(version) if version is not None else None
     if version is None or found is None:
         yield Finding(
-            "JetPack",
-            FAULT,
-            f"{model}, of an unknown release: {release.strip()[:60]}",
-            "flash JetPack 7.2 or newer",
+            what="JetPack",
+            status=FAULT,
+            found=f"{model}, of an unknown release: {release.strip()[:60]}",
+            remedy="flash JetPack 7.2 or newer",
         )
         return
     yield Finding(
-        "JetPack",
-        FAULT if found.remedy else OK,
-        f"{model}, {found.name} (L4T {version[0]}.{version[1]}), TensorRT {found.tensorrt}, "
+        what="JetPack",
+        status=FAULT if found.remedy else OK,
+        found=f"{model}, {found.name} (L4T {version[0]}.{version[1]}), TensorRT {found.tensorrt}, "
         f"CUDA {found.cuda}: {found.runs}",
-        found.remedy,
+        remedy=found.remedy,
     )
 
 
@@ -106,13 +110,13 @@ def _cuda(machine: Machine) -> Iterator[Finding]:
         version = json.loads(text)["cuda"]["version"]
     except (ValueError, KeyError, TypeError):
         yield Finding(
-            "CUDA",
-            FAULT,
-            "usr/local/cuda/version.json cannot be read",
-            "install the CUDA toolkit again",
+            what="CUDA",
+            status=FAULT,
+            found="usr/local/cuda/version.json cannot be read",
+            remedy="install the CUDA toolkit again",
         )
         return
-    yield Finding("CUDA", OK, f"toolkit {version}")
+    yield Finding(what="CUDA", status=OK, found=f"toolkit {version}")
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
@@ -122,34 +126,39 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     found = f"{memory.available_bytes / 1e9:.1f} of {memory.total_bytes / 1e9:.1f} GB are free"
     if memory.available_bytes < _LITTLE_MEMORY_BYTES:
         remedy = "close other programs; llm_build --dryRun estimates what an engine needs"
-        yield Finding("memory", FAULT, found, remedy)
+        yield Finding(what="memory", status=FAULT, found=found, remedy=remedy)
     else:
-        yield Finding("memory", OK, found)
+        yield Finding(what="memory", status=OK, found=found)
 
 
 def _power(machine: Machine) -> Iterator[Finding]:
     try:
         printed = machine.ask("nvpmodel", "-q")
     except ProgramError as error:
-        yield Finding("power mode", NOTE, str(error), "run it as root: sudo nvpmodel -q")
+        yield Finding(
+            what="power mode",
+            status=NOTE,
+            found=str(error),
+            remedy="run it as root: sudo nvpmodel -q",
+        )
         return
     mode = re.search(r"NV Power Mode:\s*(\S+)", printed or "")
     if mode is not None and "MAXN" in mode[1].upper():
-        yield Finding("power mode", OK, mode[1])
+        yield Finding(what="power mode", status=OK, found=mode[1])
     elif mode is not None:
         yield Finding(
-            "power mode",
-            NOTE,
-            f"{mode[1]} limits the clocks",
-            "sudo nvpmodel -m 0 && sudo jetson_clocks",
+            what="power mode",
+            status=NOTE,
+            found=f"{mode[1]} limits the clocks",
+            remedy="sudo nvpmodel -m 0 && sudo jetson_clocks",
         )
     governor = machine.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     if governor is not None and governor.strip() == "powersave":
         yield Finding(
-            "CPU clocks",
-            NOTE,
-            "the governor is powersave",
-            "sudo cpupower frequency-set -g performance",
+            what="CPU clocks",
+            status=NOTE,
+            found="the governor is powersave",
+            remedy="sudo cpupower frequency-set -g performance",
         )
 
 
@@ -159,9 +168,14 @@ def _packages() -> Iterator[Finding]:
     missing = [name for name in _NEEDED if name not in versions]
     if missing:
         found = f"{' and '.join(missing)} missing; {listed or 'none'}"
-        yield Finding("packages", FAULT, found, "in edgellm's folder: pip install '.[device]'")
+        yield Finding(
+            what="packages",
+            status=FAULT,
+            found=found,
+            remedy="in edgellm's folder: pip install '.[device]'",
+        )
     else:
-        yield Finding("packages", OK, listed)
+        yield Finding(what="packages", status=OK, found=listed)
 
 
 def _version(package: str) -> str | None:
@@ -185,9 +199,9 @@ def _own_kernels() -> Finding:
 
     what = "--kernels edgellm"
     try:
-        return Finding(what, OK, f"edgellm's kernels, {instruction_sets()[0]}")
+        return Finding(what=what, status=OK, found=f"edgellm's kernels, {instruction_sets()[0]}")
     except EdgeLLMError as error:
-        return Finding(what, NOTE, str(error), error.hint)
+        return Finding(what=what, status=NOTE, found=str(error), remedy=error.hint)
 
 
 def _cuda_provider() -> Finding:
@@ -198,20 +212,25 @@ def _cuda_provider() -> Finding:
     try:
         cuda.require_cuda()
     except EdgeLLMError as error:
-        return Finding(what, NOTE, str(error), error.hint)
+        return Finding(what=what, status=NOTE, found=str(error), remedy=error.hint)
     found = "ONNX Runtime's CUDA provider runs a kernel"
     if cuda.is_older_than(FUSED_VERSION):
         older = f"{found}; it is older than {FUSED_VERSION}, whose attention is fused"
-        return Finding(what, NOTE, older, "update onnxruntime-gpu, or build with --attention plain")
-    return Finding(what, OK, f"{found}; attention is fused in float16")
+        return Finding(
+            what=what,
+            status=NOTE,
+            found=older,
+            remedy="update onnxruntime-gpu, or build with --attention plain",
+        )
+    return Finding(what=what, status=OK, found=f"{found}; attention is fused in float16")
 
 
 def _backend(name: str) -> Finding:
     try:
         found = runners.find(name).available()
-        return Finding(f"--backend {name}", OK, found + _rewritten(name))
+        return Finding(what=f"--backend {name}", status=OK, found=found + _rewritten(name))
     except EdgeLLMError as error:
-        return Finding(f"--backend {name}", NOTE, str(error), error.hint)
+        return Finding(what=f"--backend {name}", status=NOTE, found=str(error), remedy=error.hint)
 
 
 def _rewritten(name: str) -> str:

@@ -22,14 +22,19 @@ def examine_bundle(bundle: Path, backend: str, target_sm: str) -> Iterator[Findi
     try:
         prediction = _predict(bundle, backend, {"--gpu": target_sm or None})
     except EdgeLLMError as error:
-        yield Finding(f"{bundle}", FAULT, str(error), error.hint)
+        yield Finding(what=f"{bundle}", status=FAULT, found=str(error), remedy=error.hint)
         return
     origin = prediction.origin
-    yield Finding("compiler", OK, f"{origin.version}, for {origin.machine}")
+    yield Finding(what="compiler", status=OK, found=f"{origin.version}, for {origin.machine}")
     for need in prediction.needs:
-        yield Finding(need.what, FAULT if need.remedy else OK, need.found, need.remedy)
+        yield Finding(
+            what=need.what,
+            status=FAULT if need.remedy else OK,
+            found=need.found,
+            remedy=need.remedy,
+        )
     for note in prediction.estimate.notes:
-        yield Finding("weights", NOTE, note)
+        yield Finding(what="weights", status=NOTE, found=note)
 
 
 def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Prediction:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JetPack:
     """A release of JetPack."""
 
@@ -28,24 +28,56 @@ _CPU_BACKEND = "build with --backend onnxruntime"
 _UPGRADE = f"flash JetPack 7.2, or {_CPU_BACKEND}"
 RELEASES = (
     JetPack(
-        (35, 1), "JetPack 5", "Xavier, Orin", "8.4 to 8.5", "11.4", "3.8",
-        f"{_CPU}, with a Python of 3.10 or newer",
-        f"on an Orin {_UPGRADE}; a Xavier gets no newer one: {_CPU_BACKEND}",
-    ),
-    JetPack((36, 2), "JetPack 6.0", "Orin", "8.6", "12.2", "3.10", _CPU, _UPGRADE),
-    JetPack(
-        (36, 4), "JetPack 6.1 or 6.2", "Orin", "10.3", "12.6", "3.10",
-        "fp16, int8, int4; edgellm's attention by plugins in Python", "",
-    ),
-    JetPack(
-        (38, 2), "JetPack 7.0 or 7.1", "Thor", "10.13", "13.0", "3.12",
-        "all precisions that the GPU has; edgellm's attention", "",
+        l4t=(35, 1),
+        name="JetPack 5",
+        boards="Xavier, Orin",
+        tensorrt="8.4 to 8.5",
+        cuda="11.4",
+        python="3.8",
+        runs=f"{_CPU}, with a Python of 3.10 or newer",
+        remedy=f"on an Orin {_UPGRADE}; a Xavier gets no newer one: {_CPU_BACKEND}",
     ),
     JetPack(
-        (39, 2), "JetPack 7.2", "Orin, Thor", "10.16", "13.2", "3.12",
-        "all precisions that the GPU has", "",
+        l4t=(36, 2),
+        name="JetPack 6.0",
+        boards="Orin",
+        tensorrt="8.6",
+        cuda="12.2",
+        python="3.10",
+        runs=_CPU,
+        remedy=_UPGRADE,
     ),
-)  # fmt: skip
+    JetPack(
+        l4t=(36, 4),
+        name="JetPack 6.1 or 6.2",
+        boards="Orin",
+        tensorrt="10.3",
+        cuda="12.6",
+        python="3.10",
+        runs="fp16, int8, int4; edgellm's attention by plugins in Python",
+        remedy="",
+    ),
+    JetPack(
+        l4t=(38, 2),
+        name="JetPack 7.0 or 7.1",
+        boards="Thor",
+        tensorrt="10.13",
+        cuda="13.0",
+        python="3.12",
+        runs="all precisions that the GPU has; edgellm's attention",
+        remedy="",
+    ),
+    JetPack(
+        l4t=(39, 2),
+        name="JetPack 7.2",
+        boards="Orin, Thor",
+        tensorrt="10.16",
+        cuda="13.2",
+        python="3.12",
+        runs="all precisions that the GPU has",
+        remedy="",
+    ),
+)
 
 
 def l4t_version(nv_tegra_release: str) -> tuple[int, int] | None:

@@ -9,22 +9,7 @@ import typer
 from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
-from edgellm.tools.evaluate.flags import (
-    Compare,
-    Convert,
-    DataFile,
-    Dataset,
-    EngineDir,
-    Limit,
-    MaxGenerateLength,
-    MultimodalEngineDir,
-    OutputDir,
-    Ray,
-    Repeats,
-    RunCode,
-    Seed,
-    Temperature,
-)
+from edgellm.tools.evaluate.flags import EvalFlags, with_eval_flags
 
 app = App(CAMEL_CASE)
 
@@ -37,22 +22,10 @@ app = App(CAMEL_CASE)
     ),
 )
 @with_spec_flags
+@with_eval_flags
 def evaluate(
+    flags: EvalFlags,
     spec_flags: SpecFlags,
-    engine_dir: EngineDir = None,
-    ray: Ray = None,
-    dataset: Dataset = None,
-    data_file: DataFile = None,
-    output_dir: OutputDir = None,
-    multimodal_engine_dir: MultimodalEngineDir = None,
-    limit: Limit = None,
-    max_generate_length: MaxGenerateLength = 256,
-    temperature: Temperature = 0.0,
-    seed: Seed = 0,
-    repeats: Repeats = 1,
-    run_code: RunCode = False,
-    compare: Compare = None,
-    convert: Convert = None,
 ) -> None:
     """Run a dataset with and without speculation, score the answers, write a report.
 
@@ -60,27 +33,44 @@ def evaluate(
     run.
     """
     how = spec_flags.read()
-    if compare is not None:
-        _compare(*compare, engine_dir or dataset or output_dir)
+    if flags.compare is not None:
+        _compare(*flags.compare, flags.engine_dir or flags.dataset or flags.output_dir)
         return
-    if convert is not None:
-        _convert(convert, dataset, data_file, limit, engine_dir or output_dir)
+    if flags.convert is not None:
+        _convert(
+            flags.convert,
+            flags.dataset,
+            flags.data_file,
+            flags.limit,
+            flags.engine_dir or flags.output_dir,
+        )
         return
-    place = {"--engineDir": engine_dir} if ray is None else {}
-    given = {**place, "--dataset": dataset, "--outputDir": output_dir}
+    place = {"--engineDir": flags.engine_dir} if flags.ray is None else {}
+    given = {**place, "--dataset": flags.dataset, "--outputDir": flags.output_dir}
     if missing := [flag for flag, value in given.items() if value is None]:
         raise EdgeLLMError(f"{missing[0]} is missing", hint="edgellm-eval --help lists the flags")
-    assert dataset is not None and output_dir is not None  # noqa: PT018
-    if ray is not None:
-        _reject_engines(engine_dir, multimodal_engine_dir, how)
+    assert flags.dataset is not None and flags.output_dir is not None  # noqa: PT018
+    if flags.ray is not None:
+        _reject_engines(flags.engine_dir, flags.multimodal_engine_dir, how)
     from edgellm.tools.evaluate.evaluation import Job, evaluate
     from edgellm.tools.remote.servers import Servers
 
-    servers = None if ray is None else Servers.read(ray)
+    servers = None if flags.ray is None else Servers.read(flags.ray)
     job = Job(
-        engine_dir, multimodal_engine_dir, dataset, data_file, output_dir, limit, how,
-        max_generate_length, temperature, seed, repeats, run_code, servers,
-    )  # fmt: skip
+        engine_dir=flags.engine_dir,
+        multimodal_engine_dir=flags.multimodal_engine_dir,
+        dataset=flags.dataset,
+        data_file=flags.data_file,
+        output_dir=flags.output_dir,
+        limit=flags.limit,
+        spec=how,
+        max_generate_length=flags.max_generate_length,
+        temperature=flags.temperature,
+        seed=flags.seed,
+        repeats=flags.repeats,
+        run_code=flags.run_code,
+        servers=servers,
+    )
     evaluate(job)
 
 

@@ -29,7 +29,7 @@ from edgellm.tools.remote.servers import Servers
 from edgellm.tools.tables import show
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Options of an evaluation, as given on the command line."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from edgellm.core.cli import with_flags
 
 EngineDir = Annotated[
     Path | None,
@@ -134,3 +137,26 @@ Convert = Annotated[
         rich_help_panel="Output",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFlags:
+    """Values of the flags of the command."""
+
+    engine_dir: EngineDir = None
+    ray: Ray = None
+    dataset: Dataset = None
+    data_file: DataFile = None
+    output_dir: OutputDir = None
+    multimodal_engine_dir: MultimodalEngineDir = None
+    limit: Limit = None
+    max_generate_length: MaxGenerateLength = 256
+    temperature: Temperature = 0.0
+    seed: Seed = 0
+    repeats: Repeats = 1
+    run_code: RunCode = False
+    compare: Compare = None
+    convert: Convert = None
+
+
+with_eval_flags = with_flags("flags", EvalFlags)

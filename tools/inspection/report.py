@@ -19,7 +19,7 @@ class Port:
     dims: tuple[int | str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
     """A graph and its weights; checkpoints have weights only."""
 
@@ -40,7 +40,7 @@ class Costs:
     estimated: tuple[int, ...] = ()  # numbers of tokens that were extrapolated, not measured
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
     """Compiled kernels of one kind of forward pass."""
 
@@ -61,7 +61,7 @@ class Fusions:
     passes: tuple[Fusion, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """One artifact in the chain from an engine back to its original weights."""
 
@@ -71,7 +71,7 @@ class Origin:
     details: dict[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Report of a checkpoint, bundle or engine.
 

@@ -18,7 +18,7 @@ from edgellm.tools.inspection.report import Report
 FORMULA = "tokens/s <= bandwidth / (weight bytes + context x KV bytes per token)"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
     """A board with its maker's specification."""
 
@@ -30,19 +30,29 @@ class Board:
 
 BOARDS = (
     Board(
-        "Jetson Orin Nano Super 8 GB",
-        8 << 30,
-        102e9,
-        "NVIDIA, Jetson Orin Nano Super Developer Kit data sheet",
+        name="Jetson Orin Nano Super 8 GB",
+        memory_bytes=8 << 30,
+        bandwidth_bytes_per_s=102e9,
+        source="NVIDIA, Jetson Orin Nano Super Developer Kit data sheet",
     ),
-    Board("Jetson Orin NX 16 GB", 16 << 30, 102.4e9, "NVIDIA, Jetson Orin NX data sheet DS-10712"),
     Board(
-        "Jetson AGX Orin 64 GB",
-        64 << 30,
-        204.8e9,
-        "NVIDIA, Jetson AGX Orin Series technical brief v1.2",
+        name="Jetson Orin NX 16 GB",
+        memory_bytes=16 << 30,
+        bandwidth_bytes_per_s=102.4e9,
+        source="NVIDIA, Jetson Orin NX data sheet DS-10712",
     ),
-    Board("Jetson Thor T5000 128 GB", 128 << 30, 273e9, "NVIDIA, Jetson Thor modules data sheet"),
+    Board(
+        name="Jetson AGX Orin 64 GB",
+        memory_bytes=64 << 30,
+        bandwidth_bytes_per_s=204.8e9,
+        source="NVIDIA, Jetson AGX Orin Series technical brief v1.2",
+    ),
+    Board(
+        name="Jetson Thor T5000 128 GB",
+        memory_bytes=128 << 30,
+        bandwidth_bytes_per_s=273e9,
+        source="NVIDIA, Jetson Thor modules data sheet",
+    ),
 )
 
 

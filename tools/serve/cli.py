@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,34 +12,8 @@ import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.flags import AllowSpecialTokens, Verify
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
-from edgellm.device_runtime.validation import MAX_STALL_MS
-from edgellm.tools.serve.flags import (
-    AllowNoKey,
-    AllowOrigins,
-    ApiKeyFile,
-    ContextReuse,
-    DrainTimeout,
-    EngineDirs,
-    GrpcPort,
-    Host,
-    ImageFolders,
-    ImageHosts,
-    LoraFolders,
-    LoraModules,
-    MaxBodyBytes,
-    MaxStall,
-    MemoryBudget,
-    MetricsPort,
-    ModelName,
-    MultimodalEngineDirs,
-    Port,
-    QueueSize,
-    RequestTimeout,
-    SlotSavePath,
-    TotalTimeout,
-)
+from edgellm.tools.serve.flags import ServeFlags, with_serve_flags
 
 if TYPE_CHECKING:
     from socket import socket
@@ -59,33 +32,10 @@ app = App(CAMEL_CASE)
     ),
 )
 @with_spec_flags
+@with_serve_flags
 def edgellm_serve(
-    engine_dirs: EngineDirs,
+    flags: ServeFlags,
     spec_flags: SpecFlags,
-    multimodal_engine_dirs: MultimodalEngineDirs = None,
-    memory_budget: MemoryBudget = math.inf,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    grpc_port: GrpcPort = None,
-    metrics_port: MetricsPort = None,
-    api_key_file: ApiKeyFile = None,
-    allow_no_key: AllowNoKey = False,
-    model_name: ModelName = None,
-    queue_size: QueueSize = 32,
-    max_stall: MaxStall = MAX_STALL_MS,
-    request_timeout: RequestTimeout = 300.0,
-    total_timeout: TotalTimeout = 900.0,
-    drain_timeout: DrainTimeout = 60,
-    max_body_bytes: MaxBodyBytes = None,
-    image_folders: ImageFolders = None,
-    image_hosts: ImageHosts = None,
-    lora_modules: LoraModules = None,
-    lora_folders: LoraFolders = None,
-    allow_origins: AllowOrigins = None,
-    context_reuse: ContextReuse = True,
-    slot_save_path: SlotSavePath = None,
-    allow_special_tokens: AllowSpecialTokens = False,
-    verify: Verify = None,
 ) -> None:
     """Serve engines over HTTP with OpenAI's and Triton's protocols."""
     how = spec_flags.read()
@@ -96,29 +46,46 @@ def edgellm_serve(
     from edgellm.tools.serve.protocols.openai import lora
     from edgellm.tools.serve.routing.engine_pool import EnginePool
 
-    keys = settings.read_keys(api_key_file) if api_key_file is not None else frozenset()
-    settings.require_safe(host, has_keys=bool(keys), allow_no_key=allow_no_key)
-    maximum = settings.IMAGE_BODY_BYTES if multimodal_engine_dirs else settings.TEXT_BODY_BYTES
+    keys = settings.read_keys(flags.api_key_file) if flags.api_key_file is not None else frozenset()
+    settings.require_safe(flags.host, has_keys=bool(keys), allow_no_key=flags.allow_no_key)
+    maximum = (
+        settings.IMAGE_BODY_BYTES if flags.multimodal_engine_dirs else settings.TEXT_BODY_BYTES
+    )
     wanted = settings.Settings(
-        keys, settings.is_loopback(host) and not keys,
-        queue_size, request_timeout, total_timeout, max_body_bytes=max_body_bytes or maximum,
-        origins=cors.read_origins(allow_origins or ()),
-        images=_image_rules(image_folders, image_hosts),
-        memory_bytes=memory_budget * models.BYTES_PER_GB,
-        lora_folders=_folders("--allowLoraFolder", lora_folders),
-    )  # fmt: skip
+        key_hashes=keys,
+        local_only=settings.is_loopback(flags.host) and not keys,
+        queue_size=flags.queue_size,
+        request_timeout_s=flags.request_timeout,
+        total_timeout_s=flags.total_timeout,
+        max_body_bytes=flags.max_body_bytes or maximum,
+        origins=cors.read_origins(flags.allow_origins or ()),
+        images=_image_rules(flags.image_folders, flags.image_hosts),
+        memory_bytes=flags.memory_budget * models.BYTES_PER_GB,
+        lora_folders=_folders("--allowLoraFolder", flags.lora_folders),
+    )
     draft = how and how.draft_engine_dir
     given = models.read_models(
-        engine_dirs, multimodal_engine_dirs or (), model_name, draft, wanted.memory_bytes
+        flags.engine_dirs,
+        flags.multimodal_engine_dirs or (),
+        flags.model_name,
+        draft,
+        wanted.memory_bytes,
     )
-    several, flags = len(given) > 1, (context_reuse, allow_special_tokens, verify, max_stall)
-    loading = Loading(how, *flags, slot_save_path, has_own_folders=several)
+    loading = Loading(
+        spec=how,
+        context_reuse=flags.context_reuse,
+        allow_special_tokens=flags.allow_special_tokens,
+        verify=flags.verify,
+        max_stall_ms=flags.max_stall,
+        contexts=flags.slot_save_path,
+        has_own_folders=len(given) > 1,
+    )
     heap.manage()
     loading.prepare(given)  # fails before an engine is loaded
-    listeners = _listeners(host, port, metrics_port, grpc_port)
+    listeners = _listeners(flags.host, flags.port, flags.metrics_port, flags.grpc_port)
     engines = EnginePool(given, loading, wanted)
-    lora.load_given(engines.begin(), lora_modules or (), [model.name for model in given])
-    _run(engines, listeners, grpc_port, host, drain_timeout)
+    lora.load_given(engines.begin(), flags.lora_modules or (), [model.name for model in given])
+    _run(engines, listeners, flags.grpc_port, flags.host, flags.drain_timeout)
 
 
 def _image_rules(folders: list[Path] | None, hosts: list[str] | None) -> settings.ImageRules:
@@ -162,7 +129,9 @@ def _run(
     if grpc_port is not None:
         from edgellm.tools.serve.protocols.kserve.rpc import GrpcServer
 
-        companions.append(GrpcServer(engines, host, grpc_port, app.version))
+        companions.append(
+            GrpcServer(engines=engines, host=host, port=grpc_port, version=app.version)
+        )
     if figures is not None:
         companions.append(MetricsServer(create_metrics_app(engines), figures))
     names = [place.model.name for place in engines.places]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from edgellm.core.cli import with_flags
+from edgellm.device_runtime.requests.flags import AllowSpecialTokens, Verify
+from edgellm.device_runtime.validation import MAX_STALL_MS
 
 Host = Annotated[
     str, typer.Option("--host", help="Listen on this address.", rich_help_panel="Server")
@@ -206,3 +212,37 @@ ContextReuse = Annotated[
         rich_help_panel="Limits",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFlags:
+    """Values of the flags of the command."""
+
+    engine_dirs: EngineDirs
+    multimodal_engine_dirs: MultimodalEngineDirs = None
+    memory_budget: MemoryBudget = math.inf
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    grpc_port: GrpcPort = None
+    metrics_port: MetricsPort = None
+    api_key_file: ApiKeyFile = None
+    allow_no_key: AllowNoKey = False
+    model_name: ModelName = None
+    queue_size: QueueSize = 32
+    max_stall: MaxStall = MAX_STALL_MS
+    request_timeout: RequestTimeout = 300.0
+    total_timeout: TotalTimeout = 900.0
+    drain_timeout: DrainTimeout = 60
+    max_body_bytes: MaxBodyBytes = None
+    image_folders: ImageFolders = None
+    image_hosts: ImageHosts = None
+    lora_modules: LoraModules = None
+    lora_folders: LoraFolders = None
+    allow_origins: AllowOrigins = None
+    context_reuse: ContextReuse = True
+    slot_save_path: SlotSavePath = None
+    allow_special_tokens: AllowSpecialTokens = False
+    verify: Verify = None
+
+
+with_serve_flags = with_flags("flags", ServeFlags)

@@ -58,6 +58,7 @@ class DrainingServer(uvicorn.Server):
 
     def __init__(
         self,
+        *,
         config: uvicorn.Config,
         engines: EnginePool,
         on_ready: Callable[[Sequence[str]], None],
@@ -161,7 +162,13 @@ def serve(
     """
     config = configured(app, drain_timeout_s)
     try:
-        server = DrainingServer(config, engines, on_ready, drain_timeout_s, companions)
+        server = DrainingServer(
+            config=config,
+            engines=engines,
+            on_ready=on_ready,
+            drain_timeout_s=drain_timeout_s,
+            companions=companions,
+        )
         server.run(sockets=[listener])
     finally:
         engines.close()

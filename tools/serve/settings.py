@@ -22,7 +22,7 @@ class ImageRules:
     hosts: frozenset[str] = frozenset()  # host or host:port of http and https URLs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Settings of a server, apart from its engines."""
 

@@ -49,7 +49,7 @@ class Rows:
     pictures: tuple[tuple[Picture, ...], ...]  # of each row, in order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
     """A loaded language model, or a vision-language model with its image processing."""
 
@@ -153,7 +153,9 @@ def load_base(base_model_dir: str, device: torch.device) -> Base:
     model = (_whole_model if takes_pictures else _text_model)(checkpoint, dtype)
     nn.Module.to(model, device)
     pictures = Pictures(model, Path(checkpoint.label)) if takes_pictures else None
-    return Base(model.eval(), tokenizer, _stop_ids(checkpoint), pictures)
+    return Base(
+        model=model.eval(), tokenizer=tokenizer, stop_ids=_stop_ids(checkpoint), pictures=pictures
+    )
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command
+from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command, with_flags
 from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.remote.servers import Servers
+    from edgellm.tools.train_draft.training_run import Job
 
 app = App(SNAKE_CASE)
 
@@ -287,18 +288,24 @@ Seed = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFlags:
     """Flags of some methods only; None: not given, or not a flag of the method."""
 
-    draft_vocab_size: int | None
-    hidden_taps: str | None
-    unrolls: int | None
-    unroll_weight: float | None
-    num_heads: int | None
-    feature_noise: float | None
+    draft_vocab_size: int | None = None
+    hidden_taps: str | None = None
+    unrolls: int | None = None
+    unroll_weight: float | None = None
+    num_heads: int | None = None
+    feature_noise: float | None = None
     block_size: int | None = None
     num_layers: int | None = None
+
+    @classmethod
+    def read(cls, flags: TrainFlags) -> MethodFlags:
+        """Take those of all flags; no `--hidden_taps` is None."""
+        given = {name: getattr(flags, name) for name in cls.__slots__}
+        return cls(**{**given, "hidden_taps": flags.hidden_taps or None})
 
     def completed(self, method: str) -> MethodFlags:
         """Fill in the defaults of `method`; raise `EdgeLLMError` for flags of another method."""
@@ -319,12 +326,74 @@ class MethodFlags:
 
 
 _DEFAULTS = {  # hidden_taps "": `default_taps`
-    "eagle3": MethodFlags(8192, "", 5, 0.9, None, None),
-    "eagle": MethodFlags(None, None, 5, None, None, 0.2),
-    "medusa": MethodFlags(None, None, None, 0.8, 4, None),
-    "dflash": MethodFlags(8192, "", None, 0.8, None, None, 8, 2),
-    "dspark": MethodFlags(8192, "", None, 0.8, None, None, 8, 2),
+    "eagle3": MethodFlags(
+        draft_vocab_size=8192,
+        hidden_taps="",
+        unrolls=5,
+        unroll_weight=0.9,
+    ),
+    "eagle": MethodFlags(
+        unrolls=5,
+        feature_noise=0.2,
+    ),
+    "medusa": MethodFlags(
+        unroll_weight=0.8,
+        num_heads=4,
+    ),
+    "dflash": MethodFlags(
+        draft_vocab_size=8192,
+        hidden_taps="",
+        unroll_weight=0.8,
+        block_size=8,
+        num_layers=2,
+    ),
+    "dspark": MethodFlags(
+        draft_vocab_size=8192,
+        hidden_taps="",
+        unroll_weight=0.8,
+        block_size=8,
+        num_layers=2,
+    ),
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainFlags:
+    """Values of the flags of the command."""
+
+    base_model_dir: BaseModel
+    output_dir: Output
+    method: Method = "eagle3"
+    data: Data = None
+    self_prompts: SelfPrompts = 0
+    ray: Ray = ""
+    work_dir: Work = None
+    init_from: InitFrom = None
+    draft_vocab_size: DraftVocabSize = None
+    num_heads: NumHeads = None
+    block_size: BlockSize = None
+    num_layers: NumLayers = None
+    feature_noise: FeatureNoise = None
+    hidden_taps: Taps = ""
+    epochs: Epochs = 6
+    unrolls: Unrolls = None
+    unroll_weight: UnrollWeight = None
+    learning_rate: LearningRate = 1e-3
+    warmup_steps: WarmupSteps = 100
+    batch_tokens: BatchTokens = 4096
+    max_tokens: MaxTokens = 512
+    max_new_tokens: MaxNewTokens = 192
+    sampled_share: SampledShare = 0.25
+    temperature: Temperature = 0.8
+    generation_batch: GenerationBatch = 256
+    held_out: HeldOut = 64
+    cache_features: CacheFeatures = True
+    save_every: SaveEvery = 100
+    device: Device = "auto"
+    seed: Seed = 0
+
+
+with_train_flags = with_flags("flags", TrainFlags)
 
 
 @app.command(
@@ -335,66 +404,63 @@ _DEFAULTS = {  # hidden_taps "": `default_taps`
         "medusa --output_dir heads",
     ),
 )
+@with_train_flags
 def train_draft(
-    base_model_dir: BaseModel,
-    output_dir: Output,
-    method: Method = "eagle3",
-    data: Data = None,
-    self_prompts: SelfPrompts = 0,
-    ray: Ray = "",
-    work_dir: Work = None,
-    init_from: InitFrom = None,
-    draft_vocab_size: DraftVocabSize = None,
-    num_heads: NumHeads = None,
-    block_size: BlockSize = None,
-    num_layers: NumLayers = None,
-    feature_noise: FeatureNoise = None,
-    hidden_taps: Taps = "",
-    epochs: Epochs = 6,
-    unrolls: Unrolls = None,
-    unroll_weight: UnrollWeight = None,
-    learning_rate: LearningRate = 1e-3,
-    warmup_steps: WarmupSteps = 100,
-    batch_tokens: BatchTokens = 4096,
-    max_tokens: MaxTokens = 512,
-    max_new_tokens: MaxNewTokens = 192,
-    sampled_share: SampledShare = 0.25,
-    temperature: Temperature = 0.8,
-    generation_batch: GenerationBatch = 256,
-    held_out: HeldOut = 64,
-    cache_features: CacheFeatures = True,
-    save_every: SaveEvery = 100,
-    device: Device = "auto",
-    seed: Seed = 0,
+    flags: TrainFlags,
 ) -> None:
     """Train a draft; after an interrupt, the same command resumes."""
-    _require_data(data, self_prompts)
-    taps, blocks = hidden_taps or None, (block_size, num_layers)
-    given = MethodFlags(
-        draft_vocab_size, taps, unrolls, unroll_weight, num_heads, feature_noise, *blocks
-    )
-    own = given.completed(method)
+    _require_data(flags.data, flags.self_prompts)
+    own = MethodFlags.read(flags).completed(flags.method)
     _require_host()
+    from edgellm.tools.train_draft.training_run import run
+
+    run(_job(flags, own))
+
+
+def _job(flags: TrainFlags, own: MethodFlags) -> Job:
     from edgellm.tools.train_draft.data.corpus import Generation
     from edgellm.tools.train_draft.train import Recipe
-    from edgellm.tools.train_draft.training_run import Job, run
+    from edgellm.tools.train_draft.training_run import Job
 
-    job = Job(
-        base_model_dir=base_model_dir, output_dir=output_dir, data=tuple(data or ()),
-        self_prompts=self_prompts, init_from=init_from,
-        work_dir=work_dir or output_dir.parent / (output_dir.resolve().name + ".training"),
+    return Job(
+        base_model_dir=flags.base_model_dir,
+        output_dir=flags.output_dir,
+        data=tuple(flags.data or ()),
+        self_prompts=flags.self_prompts,
+        init_from=flags.init_from,
+        work_dir=flags.work_dir
+        or flags.output_dir.parent / (flags.output_dir.resolve().name + ".training"),
         draft_vocab_size=own.draft_vocab_size or 0,
         hidden_taps=numbers("--hidden_taps", own.hidden_taps or ""),
-        held_out=held_out, cache_features=cache_features, save_every=save_every, device=device,
+        held_out=flags.held_out,
+        cache_features=flags.cache_features,
+        save_every=flags.save_every,
+        device=flags.device,
         recipe=Recipe(
-            epochs, own.unrolls or 0, own.unroll_weight or 0.0, learning_rate, warmup_steps,
-            batch_tokens, max_tokens, 1.0, seed, own.feature_noise or 0.0,
+            epochs=flags.epochs,
+            unrolls=own.unrolls or 0,
+            unroll_weight=own.unroll_weight or 0.0,
+            learning_rate=flags.learning_rate,
+            warmup_steps=flags.warmup_steps,
+            batch_tokens=flags.batch_tokens,
+            max_tokens=flags.max_tokens,
+            max_gradient_norm=1.0,
+            seed=flags.seed,
+            feature_noise=own.feature_noise or 0.0,
         ),
-        generation=Generation(max_new_tokens, sampled_share, temperature, generation_batch, seed),
-        method=method, num_heads=own.num_heads or 0, block_size=own.block_size or 0,
-        num_layers=own.num_layers or 0, servers=_servers(ray),
-    )  # fmt: skip
-    run(job)
+        generation=Generation(
+            max_new_tokens=flags.max_new_tokens,
+            sampled_share=flags.sampled_share,
+            temperature=flags.temperature,
+            batch=flags.generation_batch,
+            seed=flags.seed,
+        ),
+        method=flags.method,
+        num_heads=own.num_heads or 0,
+        block_size=own.block_size or 0,
+        num_layers=own.num_layers or 0,
+        servers=_servers(flags.ray),
+    )
 
 
 def _require_data(data: list[Path] | None, self_prompts: int) -> None:

@@ -25,7 +25,7 @@ from edgellm.tools.train_draft.methods.method import Learner
 _STATE = "training.pt"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """Training options; the defaults suit a base of some hundred million parameters."""
 
@@ -41,7 +41,7 @@ class Recipe:
     feature_noise: float = 0.0  # width of uniform noise; for "eagle" only
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """One report of the loop."""
 
@@ -56,7 +56,7 @@ class Trainer:
     """Trainer of a draft; `folder` stores its state and the cached hidden states."""
 
     def __init__(
-        self, learner: Learner, recipe: Recipe, folder: Path, device: torch.device
+        self, *, learner: Learner, recipe: Recipe, folder: Path, device: torch.device
     ) -> None:
         self.learner, self.recipe = learner, recipe
         self.folder, self.device = folder, device
@@ -120,7 +120,15 @@ class Trainer:
                 self.save()
                 held = self.acceptance_length(held_out)
             rate = tokens / (time.perf_counter() - start)
-            report(Progress(self.step, len(groups), loss, rate, held))
+            report(
+                Progress(
+                    step=self.step,
+                    steps=len(groups),
+                    loss=loss,
+                    tokens_per_second=rate,
+                    acceptance_length=held,
+                )
+            )
 
     def _features(self, batch: Batch, cache: FeatureCache | None) -> Tensor:
         if cache is not None and cache.has(batch):

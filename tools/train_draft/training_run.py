@@ -48,7 +48,7 @@ _BLOCKS = ("dflash", "dspark")
 _TAPPED = ("eagle3", *_BLOCKS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """All options of a run."""
 
@@ -113,7 +113,9 @@ def _complete_and_train(
     samples = _shuffled(job, samples)
     if job.init_from is None:
         learner.start(samples)
-    trainer = Trainer(learner, job.recipe, job.work_dir, base.model.device)
+    trainer = Trainer(
+        learner=learner, recipe=job.recipe, folder=job.work_dir, device=base.model.device
+    )
     if trainer.resume():
         _log(f"resuming at step {trainer.step}")
     estimate = _train(job, trainer, samples)
@@ -129,7 +131,12 @@ def _complete_and_train(
 def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
     recipe = job.recipe
     if job.method == "medusa":
-        return Medusa(base, job.base_model_dir, job.num_heads, recipe.unroll_weight)
+        return Medusa(
+            base=base,
+            base_name=job.base_model_dir,
+            num_heads=job.num_heads,
+            decay=recipe.unroll_weight,
+        )
     if job.method in _BLOCKS:
         return Blocks(
             base,
@@ -142,7 +149,13 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
         )
     if job.method == "eagle":
         return Eagle1(base, recipe.unrolls, recipe.feature_noise)
-    return Eagle3(base, taps, job.draft_vocab_size, recipe.unrolls, recipe.unroll_weight)
+    return Eagle3(
+        base=base,
+        taps=taps,
+        draft_vocab_size=job.draft_vocab_size,
+        unrolls=recipe.unrolls,
+        decay=recipe.unroll_weight,
+    )
 
 
 def _check_output(output: Path) -> None:

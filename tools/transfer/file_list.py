@@ -18,7 +18,7 @@ _KINDS = ("llm_bundle", "draft_bundle", "visual_bundle", "llm_engine", "draft_en
 _MADE_BY = "give a folder that edgellm-export, llm_build or visual_build made"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileList:
     """Files of a bundle or engine; each manifest comes after the files that it lists."""
 
@@ -67,13 +67,17 @@ def load(folder: Path) -> FileList:
         raise BrokenArtifactError(f"{folder} has no readable {MANIFEST_NAME}", hint=_MADE_BY)
     inner = f"{DRAFT_FOLDER}/{MANIFEST_NAME}"
     if kind != "llm_engine" or not (folder / inner).is_file():
-        return FileList(folder, {**files, MANIFEST_NAME: hash_file(path)}, {MANIFEST_NAME: kind})
+        return FileList(
+            folder=folder,
+            files={**files, MANIFEST_NAME: hash_file(path)},
+            kinds={MANIFEST_NAME: kind},
+        )
     draft = load(folder / DRAFT_FOLDER)
     draft_files = {f"{DRAFT_FOLDER}/{name}": record for name, record in draft.files.items()}
     return FileList(
-        folder,
-        {**files, **draft_files, MANIFEST_NAME: hash_file(path)},
-        {inner: draft.kinds[MANIFEST_NAME], MANIFEST_NAME: kind},
+        folder=folder,
+        files={**files, **draft_files, MANIFEST_NAME: hash_file(path)},
+        kinds={inner: draft.kinds[MANIFEST_NAME], MANIFEST_NAME: kind},
     )
 
 

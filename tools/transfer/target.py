@@ -62,7 +62,7 @@ class Commands:
                 process.terminate()  # rsync then keeps partial files
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Destination folder of a bundle."""
 
@@ -102,7 +102,7 @@ def parse(text: str) -> Target:
     folder = folder.removeprefix("~/").rstrip("/")  # remote paths are relative to the home folder
     if host.startswith("-") or PurePosixPath(folder).name in ("", ".", "..", "~"):
         raise EdgeLLMError(f"{text} names no folder for the bundle", hint=_HINT)
-    return Target(host, folder)
+    return Target(host=host, folder=folder)
 
 
 @contextlib.contextmanager

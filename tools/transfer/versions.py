@@ -60,7 +60,7 @@ def read_version(target: Target) -> Version:
         what = what or _what(kind, text)
     if not hashes:
         return Version(target, has_previous=has_previous)
-    found = FileList(Path(), files, kinds)
+    found = FileList(folder=Path(), files=files, kinds=kinds)
     return Version(target, version_of(hashes), what, found, has_previous)
 
 
@@ -97,7 +97,7 @@ def table(found: Sequence[Version], wanted: FileList | None) -> Table:
         "" if wanted is None else f", which is {wanted.folder}"
     )
     columns = ("device", "version", "artifact", "state", "earlier version")
-    return Table("Versions", columns, rows, note, is_numeric=False)
+    return Table(title="Versions", columns=columns, rows=rows, note=note, is_numeric=False)
 
 
 def write_page(path: Path, shown: Table) -> None:

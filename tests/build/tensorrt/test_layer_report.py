@@ -130,8 +130,22 @@ def _fusions(folder, built: Built) -> tuple[Fusion, ...]:
 
 def test_layers_of_newer_versions_are_counted(tmp_path):
     decode, prefill = _fusions(tmp_path, built := _built(NEWER, attentions=2, own=1))
-    assert decode == Fusion("decode", 5, "1 edgellm's kernels", {"Int4": 1, "FP8 x FP8": 1}, 0, 0)
-    assert prefill == Fusion("prefill", 4, "1 TensorRT's, fused", {"Int4": 1}, 1, 1)
+    assert decode == Fusion(
+        name="decode",
+        kernels=5,
+        attention="1 edgellm's kernels",
+        products={"Int4": 1, "FP8 x FP8": 1},
+        reformats=0,
+        decoded_weights=0,
+    )
+    assert prefill == Fusion(
+        name="prefill",
+        kernels=4,
+        attention="1 TensorRT's, fused",
+        products={"Int4": 1},
+        reformats=1,
+        decoded_weights=1,
+    )
     assert notes_of(built, PASSES) == (
         "decode: 0 of 2 attentions are one kernel",
         "prefill: 1 of 2 attentions are one kernel",
@@ -142,7 +156,14 @@ def test_layers_of_newer_versions_are_counted(tmp_path):
 
 def test_layers_of_older_versions_are_counted(tmp_path):
     decode, prefill = _fusions(tmp_path, built := _built(OLDER))
-    assert decode == Fusion("decode", 2, "none in one kernel", {"Int8 x Int8": 1}, 1, 0)
+    assert decode == Fusion(
+        name="decode",
+        kernels=2,
+        attention="none in one kernel",
+        products={"Int8 x Int8": 1},
+        reformats=1,
+        decoded_weights=0,
+    )
     assert prefill.kernels == 0
     assert [each.dtype for each in built.kernels[1].outputs] == ["Float"]
 

@@ -50,7 +50,7 @@ class Loading:
 @pytest.fixture
 def made():
     """A pool of three engines with memory for two."""
-    models = [Model(name, Path(name), None, num_bytes=4) for name in "abc"]
+    models = [Model(name=name, folder=Path(name), manifest=None, num_bytes=4) for name in "abc"]
     engines = EnginePool(
         models, Loading(), Settings(queue_size=3, total_timeout_s=60, memory_bytes=10)
     )

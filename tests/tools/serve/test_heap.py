@@ -155,13 +155,17 @@ def _wait_until(holds) -> None:
 
 def test_a_job_that_is_over_is_forgotten(roomy_engine):
     """The thread that ran it waits for the next one, and refers to none."""
-    found = Worker(LLM(roomy_engine), Metrics("m"), queue_size=2, request_timeout_s=60)
+    found = Worker(llm=LLM(roomy_engine), metrics=Metrics("m"), queue_size=2, request_timeout_s=60)
     found.start()
     try:
         events: queue.Queue = queue.Queue()
         text = "w21 " * 9000
         found.submit(
-            Job((EngineRequest(text, SamplingParams()),), events.put, time.monotonic() + 60)
+            Job(
+                asks=(EngineRequest(prompt=text, sampling=SamplingParams()),),
+                post=events.put,
+                deadline=time.monotonic() + 60,
+            )
         )
         assert isinstance(events.get(timeout=60), Failed)
         _wait_until(

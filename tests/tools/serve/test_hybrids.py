@@ -69,7 +69,7 @@ def _all_at_once(server: Inside, prompts: list[str]) -> list[tuple[str, int, int
 def test_clients_at_once_get_the_answers_alone(hybrid, alone, tmp_path, spec):
     """In two turns, with clients that disconnect, and after a restart of the server."""
     models = read_models([f"tiny={hybrid}"])
-    loading = Loading(SPECS[spec], contexts=tmp_path / "contexts")
+    loading = Loading(spec=SPECS[spec], contexts=tmp_path / "contexts")
     settings = Settings(queue_size=9, request_timeout_s=60)
     with serving_inside(models, loading, settings) as server, ExitStack() as leaving:
         going = leaving.enter_context(_open(server, prompt="w80", max_tokens=100, stream=True))

@@ -150,10 +150,15 @@ def test_bytes_after_the_json():
 def test_what_genai_perf_sends():
     """Numbers of vLLM's parameters come as texts."""
     given = [
-        Tensor("text_input", "BYTES", (1,), ("w20",)),
-        Tensor("exclude_input_in_output", "BOOL", (1,), (True,)),
-        Tensor("stream", "BOOL", (1,), (True,)),
-        Tensor("sampling_parameters", "BYTES", (1,), ('{"max_tokens": "9", "min_tokens": "9"}',)),
+        Tensor(name="text_input", datatype="BYTES", shape=(1,), values=("w20",)),
+        Tensor(name="exclude_input_in_output", datatype="BOOL", shape=(1,), values=(True,)),
+        Tensor(name="stream", datatype="BOOL", shape=(1,), values=(True,)),
+        Tensor(
+            name="sampling_parameters",
+            datatype="BYTES",
+            shape=(1,),
+            values=('{"max_tokens": "9", "min_tokens": "9"}',),
+        ),
     ]
     ask = request_of(given, "").ask()
     assert (ask.max_tokens, ask.sampling.min_tokens) == (9, 9)

@@ -204,7 +204,16 @@ class _Llm:
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bonn"}}</tool_call>'
 TEXT = f"<think>Hm.</think>I look.\n{CALL}\n{CALL}"
-FIGURES = Finished("stop", 5, 2, 9, (), 1.0, 2.0, 3.0)
+FIGURES = Finished(
+    finish_reason="stop",
+    prompt_tokens=5,
+    cached_tokens=2,
+    completion_tokens=9,
+    rounds=(),
+    queue_ms=1.0,
+    first_token_ms=2.0,
+    generation_ms=3.0,
+)
 
 
 @settings(max_examples=30, deadline=None)
@@ -230,7 +239,9 @@ def test_a_stream_adds_up_to_the_whole(offline, cuts):
     assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "tool_use"
 
     body = ResponsesRequest.model_validate({"input": "w20"})
-    events, whole = both(lambda: ResponsesWriter(body, _Scripted(llm), llm, "m"))
+    events, whole = both(
+        lambda: ResponsesWriter(body=body, answer=_Scripted(llm), llm=llm, model="m")
+    )
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     assert _unnamed(done) == _unnamed(whole["output"])
@@ -256,7 +267,7 @@ def test_an_answer_that_is_cut_says_so_though_it_holds_a_call(offline):
     assert whole(MessagesWriter(_Scripted(llm), "m"))["stop_reason"] == "max_tokens"
     assert whole(OllamaWriter(_Scripted(llm), "m", chats=True))["done_reason"] == "length"
     body = ResponsesRequest.model_validate({"input": "w20"})
-    found = whole(ResponsesWriter(body, _Scripted(llm), llm, "m"))
+    found = whole(ResponsesWriter(body=body, answer=_Scripted(llm), llm=llm, model="m"))
     assert (found["status"], found["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},

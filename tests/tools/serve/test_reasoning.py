@@ -163,7 +163,16 @@ ROUNDS = {
 TOOL = {"name": "weather", "parameters": {"type": "object"}}
 ASKED = {"tools": [{"type": "function", "function": TOOL}]}
 QUESTION = {"role": "user", "content": "Bonn?"}
-FIGURES = Finished("stop", 5, 0, 9, (), 0.0, 0.0, 0.0)
+FIGURES = Finished(
+    finish_reason="stop",
+    prompt_tokens=5,
+    cached_tokens=0,
+    completion_tokens=9,
+    rounds=(),
+    queue_ms=0.0,
+    first_token_ms=0.0,
+    generation_ms=0.0,
+)
 
 
 class _Model:

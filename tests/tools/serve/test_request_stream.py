@@ -35,7 +35,9 @@ class LateWorker:
 def test_a_step_after_a_disconnect_does_not_hide_it():
     async def serve() -> None:
         worker = LateWorker()
-        call = Call(worker, [SimpleNamespace(priority=0)], Gone(), 60)
+        call = Call(
+            worker=worker, asks=[SimpleNamespace(priority=0)], request=Gone(), total_timeout_s=60
+        )
         await asyncio.sleep(0)  # the client's leaving is seen
         assert worker.job.abandoned
         worker.job.post(Step((1,), "late"))
@@ -72,7 +74,12 @@ class Staying(Gone):
 
 def test_a_request_that_times_out_in_the_queue_is_not_retried():
     async def serve() -> None:
-        call = Call(TimedWorker(waits=True), [SimpleNamespace(priority=0)], Staying(), 0.01)
+        call = Call(
+            worker=TimedWorker(waits=True),
+            asks=[SimpleNamespace(priority=0)],
+            request=Staying(),
+            total_timeout_s=0.01,
+        )
         with pytest.raises(ApiError, match="come back when") as caught:
             await asyncio.wait_for(call.arrived(), 5)
         assert (caught.value.status, caught.value.code) == (422, "timeout")
@@ -85,7 +92,12 @@ def test_a_request_that_times_out_in_the_queue_is_not_retried():
 def test_a_request_that_times_out_in_the_engine_gets_the_workers_events():
     async def serve() -> None:
         worker = TimedWorker(waits=False)
-        call = Call(worker, [SimpleNamespace(priority=0)], Staying(), 0.01)
+        call = Call(
+            worker=worker,
+            asks=[SimpleNamespace(priority=0)],
+            request=Staying(),
+            total_timeout_s=0.01,
+        )
         told = asyncio.create_task(call.arrived())
         while asyncio.get_running_loop().time() < call.deadline + 0.02:
             await asyncio.sleep(0.005)

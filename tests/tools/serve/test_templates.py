@@ -53,7 +53,9 @@ def llm(engine):
 
 def _prompt(llm, content, **flags):
     messages = [{"role": "user", "content": content}]
-    ask = EngineRequest(messages, SamplingParams(), 1, template_flags=flags)
+    ask = EngineRequest(
+        prompt=messages, sampling=SamplingParams(), max_tokens=1, template_flags=flags
+    )
     return start(llm, ask).prompt.token_ids
 
 
@@ -93,7 +95,9 @@ def _by_door(llm, messages, **flags) -> dict[str, list[int]]:
     asked = asyncio.run(ask_of(body, llm, ImageRules()))
     system, turns = messages[0]["content"], messages[1:]
     thinks = flags.get("enable_thinking", False)
-    chat = Conversation(llm, Settings(SamplingParams(), 8, thinks), system, turns[:-1])
+    chat = Conversation(
+        llm=llm, settings=Settings(SamplingParams(), 8, thinks), system=system, turns=turns[:-1]
+    )
     answers = {
         "file": start_request(llm, Options(), raw, 0).answer,
         "python": llm.generate(messages, **flags),

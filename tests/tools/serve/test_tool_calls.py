@@ -296,7 +296,16 @@ def test_tool_choice_none_shows_the_template_no_tools(model):
     assert writer.step(Step((5,), _W))[0]["choices"][0]["delta"]["content"] == _W
 
 
-FIGURES = Finished("stop", 5, 0, 9, (), 0.0, 0.0, 0.0)
+FIGURES = Finished(
+    finish_reason="stop",
+    prompt_tokens=5,
+    cached_tokens=0,
+    completion_tokens=9,
+    rounds=(),
+    queue_ms=0.0,
+    first_token_ms=0.0,
+    generation_ms=0.0,
+)
 
 
 def test_calls_of_a_stream_and_of_a_whole_answer(model):

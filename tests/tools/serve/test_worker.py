@@ -43,7 +43,7 @@ class _Passes:
 
 def _working(llm, queue_size):
     llm.base = passes = _Passes(llm.base)
-    found = Worker(llm, Metrics("m"), queue_size=queue_size, request_timeout_s=60)
+    found = Worker(llm=llm, metrics=Metrics("m"), queue_size=queue_size, request_timeout_s=60)
     found.passes = passes
     found.start()
     yield found
@@ -59,7 +59,11 @@ def worker(roomy_engine):
 
 def _submit(worker, prompt="w20 w30", tokens=12):
     events = queue.Queue()
-    job = Job((EngineRequest(prompt, GREEDY, tokens),), events.put, time.monotonic() + 60)
+    job = Job(
+        asks=(EngineRequest(prompt=prompt, sampling=GREEDY, max_tokens=tokens),),
+        post=events.put,
+        deadline=time.monotonic() + 60,
+    )
     worker.submit(job)
     return job, events
 

@@ -128,7 +128,7 @@ def test_unwritable_folders_are_rejected(bundle, tmp_path):
     ):
         with pytest.raises(EdgeLLMError, match=message):
             deliver_to(bundle, to)
-    assert explain(Target("a@b", "c"), 21, "mkdir: 'c': Permission denied").hint
+    assert explain(Target(host="a@b", folder="c"), 21, "mkdir: 'c': Permission denied").hint
 
 
 @pytest.mark.parametrize("absent", ["ssh", "rsync"])
@@ -162,7 +162,7 @@ def test_a_missing_rsync_on_the_device_is_reported(bundle, device):
     ],
 )
 def test_targets_are_parsed(text, host, folder):
-    assert parse(text) == Target(host, folder)
+    assert parse(text) == Target(host=host, folder=folder)
     assert str(parse("me@robot:~/b")) == "me@robot:b"
 
 

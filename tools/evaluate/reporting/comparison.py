@@ -59,10 +59,17 @@ def _tables(mode: str, runs: Pair) -> list[Table]:
         ("tokens/s with prompts", _whole(both[0]), _whole(both[1]),
          shown(rate_ratio(whole_rates(both[0]), whole_rates(both[1])))),
     ]  # fmt: skip
-    speeds = Table(f"Speed, {word}", ("", "A", "B", "B / A"), tuple(rows), _NOTE)
+    speeds = Table(
+        title=f"Speed, {word}", columns=("", "A", "B", "B / A"), rows=tuple(rows), note=_NOTE
+    )
     rows = list(_acceptance(both)) if mode == "spec" else []
     rows += _scores(runs)
-    values = Table(f"Acceptance and scores, {word}", ("", "A", "B", "B - A"), tuple(rows), _NOTE)
+    values = Table(
+        title=f"Acceptance and scores, {word}",
+        columns=("", "A", "B", "B - A"),
+        rows=tuple(rows),
+        note=_NOTE,
+    )
     return [speeds, values] if rows else [speeds]
 
 
@@ -104,4 +111,6 @@ def _options(one: Settings, other: Settings) -> Table:
         if facts[0][name] != facts[1][name]
     )
     note = "" if rows else "none"
-    return Table("Different settings", ("", "A", "B"), rows, note, is_numeric=False)
+    return Table(
+        title="Different settings", columns=("", "A", "B"), rows=rows, note=note, is_numeric=False
+    )

@@ -113,7 +113,9 @@ def _speed(settings: Settings, questions: Sequence[Scored]) -> Table:
             )
             for name, found in by_category(questions).items()
         )
-        return Table(SPEED_TITLE, ("", "questions", "plain tokens/s"), rows, _NOTE)
+        return Table(
+            title=SPEED_TITLE, columns=("", "questions", "plain tokens/s"), rows=rows, note=_NOTE
+        )
     rows = []
     for name, found in by_category(questions).items():
         plain, spec = _columns(found)
@@ -123,7 +125,7 @@ def _speed(settings: Settings, questions: Sequence[Scored]) -> Table:
              shown(whole))
         )  # fmt: skip
     columns = ("", "questions", "plain tokens/s", "speculative", "ratio", "ratio with prompts")
-    return Table(SPEED_TITLE, columns, tuple(rows), _NOTE)
+    return Table(title=SPEED_TITLE, columns=columns, rows=tuple(rows), note=_NOTE)
 
 
 def _acceptance(questions: Sequence[Scored]) -> Table:
@@ -139,7 +141,7 @@ def _acceptance(questions: Sequence[Scored]) -> Table:
     columns = ("", "acceptance length", "acceptance_rate", "total_accepted_draft_tokens",
                "total_draft_tokens")  # fmt: skip
     note = "length: tokens per round, bonus included; rate: accepted over drafted tokens"
-    return Table(ACCEPTANCE_TITLE, columns, tuple(rows), note)
+    return Table(title=ACCEPTANCE_TITLE, columns=columns, rows=tuple(rows), note=note)
 
 
 def _score_names(questions: Sequence[Scored]) -> list[str]:
@@ -162,7 +164,7 @@ def _scores(names: Sequence[str], settings: Settings, questions: Sequence[Scored
         rows.append((name, f"{len(values['plain'])}", *cells))
     columns = ("", "questions", "plain")
     columns += ("speculative", "difference") if settings.spec is not None else ()
-    return Table(SCORES_TITLE, columns, tuple(rows), _RULES)
+    return Table(title=SCORES_TITLE, columns=columns, rows=tuple(rows), note=_RULES)
 
 
 def _same(scores: Scores) -> Table:
@@ -177,7 +179,7 @@ def _same(scores: Scores) -> Table:
     note += f"; {more} more divergences are in scores.json" if more else ""
     columns = ("first divergence in", "turn", "token", "plain", "speculative", "logit margin",
                "deviation of the logits")  # fmt: skip
-    return Table(SAME_TITLE, columns, rows, note)
+    return Table(title=SAME_TITLE, columns=columns, rows=rows, note=note)
 
 
 def _run(settings: Settings, scores: Scores) -> Table:
@@ -196,7 +198,7 @@ def _run(settings: Settings, scores: Scores) -> Table:
         "questions, sha256": settings.data_sha256,
         **{f"{role} engine, sha256": text for role, text in settings.engines.items()},
     }
-    return Table(RUN_TITLE, ("", ""), tuple(facts.items()), is_numeric=False)
+    return Table(title=RUN_TITLE, columns=("", ""), rows=tuple(facts.items()), is_numeric=False)
 
 
 def _plots(settings: Settings, questions: Sequence[Scored]) -> Iterator[tuple[str, str]]:

@@ -31,7 +31,7 @@ _VERDICT_BYTES = 8192
 _START_SECONDS = 5.0  # of an interpreter, on a busy machine
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Resource limits of one program."""
 

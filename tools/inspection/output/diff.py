@@ -25,7 +25,7 @@ class Change:
     right: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """All changes between two reports."""
 
@@ -61,13 +61,13 @@ def compare(left: Report, right: Report, *, contents: bool) -> Difference:
         )
     tensors = list(_tensors(left, right, contents=contents))
     found = Difference(
-        left.path,
-        right.path,
-        tuple(_changes(_words(left.description), _words(right.description))),
-        tuple(_changes(_hashes(left), _hashes(right))),
-        tuple(change for change in tensors if change.left != change.right),
-        sum(change.left == change.right for change in tensors),
-        contents,
+        left=left.path,
+        right=right.path,
+        fields=tuple(_changes(_words(left.description), _words(right.description))),
+        files=tuple(_changes(_hashes(left), _hashes(right))),
+        tensors=tuple(change for change in tensors if change.left != change.right),
+        equal_tensors=sum(change.left == change.right for change in tensors),
+        has_compared_contents=contents,
     )
     return _with_drafts(found, left.draft, right.draft)
 
@@ -86,13 +86,13 @@ def _with_drafts(found: Difference, left: Report | None, right: Report | None) -
         )
         equal = inner.equal_tensors
     return Difference(
-        found.left,
-        found.right,
-        found.fields + fields,
-        found.files + files,
-        found.tensors + tensors,
-        found.equal_tensors + equal,
-        found.has_compared_contents,
+        left=found.left,
+        right=found.right,
+        fields=found.fields + fields,
+        files=found.files + files,
+        tensors=found.tensors + tensors,
+        equal_tensors=found.equal_tensors + equal,
+        has_compared_contents=found.has_compared_contents,
     )
 
 
@@ -152,9 +152,9 @@ def tables_of(found: Difference) -> list[Table]:
     kinds = (("Fields", found.fields), ("Files", found.files), ("Tensors", found.tensors))
     tables = [
         Table(
-            f"{title} that differ",
-            ("", found.left, found.right),
-            tuple(_grouped(changes)),
+            title=f"{title} that differ",
+            columns=("", found.left, found.right),
+            rows=tuple(_grouped(changes)),
             is_numeric=False,
         )
         for title, changes in kinds
@@ -165,7 +165,7 @@ def tables_of(found: Difference) -> list[Table]:
     summary = (("equal tensors", f"{found.equal_tensors} by name, {how}{more}"),)
     if found.is_empty:
         summary = (("differences", "none"), *summary)
-    return [*tables, Table("Summary", ("", ""), summary, is_numeric=False)]
+    return [*tables, Table(title="Summary", columns=("", ""), rows=summary, is_numeric=False)]
 
 
 def _grouped(changes: tuple[Change, ...]) -> Iterator[tuple[str, str, str]]:

@@ -74,7 +74,12 @@ def _tensors(graph: Graph) -> str:
     rows = tuple(
         (t.name, t.dtype, str(list(t.shape)), size(t.num_bytes), t.part) for t in graph.tensors
     )
-    table = Table(graph.name, ("name", "type", "shape", "bytes", "part"), rows, is_numeric=False)
+    table = Table(
+        title=graph.name,
+        columns=("name", "type", "shape", "bytes", "part"),
+        rows=rows,
+        is_numeric=False,
+    )
     title = html.escape(f"{len(rows)} tensors of {graph.name}")
     return f"<section><details><summary>{title}</summary>{_rows(table)}</details></section>"
 

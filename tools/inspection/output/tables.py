@@ -48,7 +48,9 @@ def _of_draft(table: Table) -> Table:
 
 
 def _facts(report: Report) -> Table:
-    return Table("Facts", ("", ""), tuple(report.facts.items()), is_numeric=False)
+    return Table(
+        title="Facts", columns=("", ""), rows=tuple(report.facts.items()), is_numeric=False
+    )
 
 
 def _weights(report: Report) -> Iterator[Table]:
@@ -66,15 +68,17 @@ def _weights(report: Report) -> Iterator[Table]:
         if any(part in found for found in parts)
     ]
     yield Table(
-        PARTS_TITLE,
-        ("part", *names),
-        (*rows, ("all", *(size(sum(found.values())) for found in parts))),
-        "the head shares the embedding table" if head is not None and report.is_decoder else "",
+        title=PARTS_TITLE,
+        columns=("part", *names),
+        rows=(*rows, ("all", *(size(sum(found.values())) for found in parts))),
+        note="the head shares the embedding table"
+        if head is not None and report.is_decoder
+        else "",
     )
     yield Table(
-        "Weights by type",
-        ("type", *names),
-        tuple(
+        title="Weights by type",
+        columns=("type", *names),
+        rows=tuple(
             (kind, *(_tensors_of(*found.get(kind, (0, 0))) for found in types))
             for kind in dict.fromkeys(kind for found in types for kind in found)
         ),
@@ -103,10 +107,11 @@ def _layers(report: Report) -> Iterator[Table]:
         else:
             runs.append(([layer], row))
     yield Table(
-        LAYERS_TITLE,
-        ("layer", *parts, "all"),
-        tuple((_run(numbers), *row) for numbers, row in runs),
-        "bytes of each layer" + (f" in {report.graphs[0].name}" if len(report.graphs) > 1 else ""),
+        title=LAYERS_TITLE,
+        columns=("layer", *parts, "all"),
+        rows=tuple((_run(numbers), *row) for numbers, row in runs),
+        note="bytes of each layer"
+        + (f" in {report.graphs[0].name}" if len(report.graphs) > 1 else ""),
     )
 
 
@@ -118,13 +123,13 @@ def _interface(graph: Graph) -> Table:
     operators = [f"{name} {count}" for name, count in graph.operators.items()]
     more = f" and {len(operators) - 12} more kinds" if len(operators) > 12 else ""
     return Table(
-        f"Inputs and outputs of {graph.name}",
-        ("", "name", "type", "shape"),
-        (
+        title=f"Inputs and outputs of {graph.name}",
+        columns=("", "name", "type", "shape"),
+        rows=(
             *(("input", *row) for row in _ports(graph.inputs)),
             *(("output", *row) for row in _ports(graph.outputs)),
         ),
-        f"opset {graph.opset}; operators: {', '.join(operators[:12])}{more}",
+        note=f"opset {graph.opset}; operators: {', '.join(operators[:12])}{more}",
         is_numeric=False,
     )
 
@@ -172,16 +177,16 @@ def _memory(report: Report, context: int) -> Iterator[Table]:
         note += f"; available on this machine now: {size(available_memory_bytes())}"
     elif report.files and report.is_decoder:
         note += "; llm_build --dry-run estimates the engine's memory on this machine"
-    yield Table("Memory", ("", "bytes"), tuple(rows), note)
+    yield Table(title="Memory", columns=("", "bytes"), rows=tuple(rows), note=note)
 
 
 def _costs(report: Report) -> Iterator[Table]:
     for costs in report.costs:
         one = costs.ms_by_rows.get(1, 0.0)
         yield Table(
-            costs_title(costs),
-            ("tokens", "ms", "x one token"),
-            tuple(
+            title=costs_title(costs),
+            columns=("tokens", "ms", "x one token"),
+            rows=tuple(
                 (
                     str(rows),
                     f"{ms:.2f}{' (estimated)' if rows in costs.estimated else ''}",
@@ -189,7 +194,7 @@ def _costs(report: Report) -> Iterator[Table]:
                 )
                 for rows, ms in costs.ms_by_rows.items()
             ),
-            _measured_speed(report, costs) if report.is_decoder and one else "",
+            note=_measured_speed(report, costs) if report.is_decoder and one else "",
         )
 
 
@@ -218,9 +223,9 @@ def _predictions(report: Report, context: int) -> Iterator[Table]:
     elsewhere = "; bytes of this engine, a board's own may need less" if report.is_engine else ""
     sources = "; ".join(dict.fromkeys(one.board.source for one in found))
     yield Table(
-        PREDICTED_TITLE,
-        ("board", "GB/s", "decode, at most", "weights and cache"),
-        tuple(
+        title=PREDICTED_TITLE,
+        columns=("board", "GB/s", "decode, at most", "weights and cache"),
+        rows=tuple(
             (
                 one.board.name,
                 f"{one.board.bandwidth_bytes_per_s / 1e9:g}",
@@ -229,7 +234,8 @@ def _predictions(report: Report, context: int) -> Iterator[Table]:
             )
             for one in found
         ),
-        f"{FORMULA}, {context} tokens of context; plain decoding{elsewhere}. Bandwidths: {sources}",
+        note=f"{FORMULA}, {context} tokens of context; plain decoding{elsewhere}. "
+        f"Bandwidths: {sources}",
     )
 
 
@@ -247,7 +253,7 @@ def _fused(found: Fusions) -> Table:
     )
     columns = ("pass", "kernels", "attention", "products", "dequantized weights", "reformats")
     note = f"from {found.told_by}; products by type of weights and of quantized inputs"
-    return Table(f"{_FUSED_TITLE}: {found.graph}", columns, rows, note)
+    return Table(title=f"{_FUSED_TITLE}: {found.graph}", columns=columns, rows=rows, note=note)
 
 
 def _origins(origins: Sequence[Origin]) -> list[Table]:
@@ -259,7 +265,7 @@ def _origins(origins: Sequence[Origin]) -> list[Table]:
         )
         for origin in origins
     )
-    return [Table("Origin", ("", "path", "made with"), rows, is_numeric=False)]
+    return [Table(title="Origin", columns=("", "path", "made with"), rows=rows, is_numeric=False)]
 
 
 def _shortened(value: str) -> str:

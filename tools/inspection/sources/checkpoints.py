@@ -67,7 +67,7 @@ def inspect_checkpoint(folder: Path) -> Report:
         f"{kv.num_layers if kv else '?'} layers, quantization {quantization}",
         facts=facts,
         description=flat({"config": config, "quantization": checkpoint.quant_config}),
-        graphs=(Graph("weights", tensors),),
+        graphs=(Graph(name="weights", tensors=tensors),),
         origins=of_checkpoint(str(folder)),
         loads_as=LOADS_AS,
         kv=kv,

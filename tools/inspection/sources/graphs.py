@@ -39,7 +39,7 @@ def read_graph(path: Path, float_bytes: int | None = None, *, is_encoder: bool =
         BrokenArtifactError: the file is not an ONNX file.
     """
     if path.suffix != ".onnx":
-        return Graph(path.name, ())
+        return Graph(name=path.name, tensors=())
     try:
         model = onnx.load_model(path, load_external_data=False)
     except (DecodeError, OSError, ValueError) as error:

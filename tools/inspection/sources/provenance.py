@@ -28,7 +28,12 @@ def of_engine(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
         state = "not here"
     else:
         state = "unchanged" if hash_file(manifest).sha256 == sha256 else "changed"
-    own = Origin("bundle", path, state, {"manifest sha256": sha256, **_versions(before)})
+    own = Origin(
+        what="bundle",
+        path=path,
+        state=state,
+        details={"manifest sha256": sha256, **_versions(before)},
+    )
     return own, *of_bundle(before)
 
 
@@ -36,12 +41,16 @@ def of_bundle(provenance: Mapping[str, Any]) -> tuple[Origin, ...]:
     """Return the checkpoint of a bundle, and the checkpoint's own origin."""
     links = of_checkpoint(str(provenance["checkpoint"]))
     base = provenance.get("base")  # a draft may use its embedding
-    return links if base is None else (*links, Origin("base", str(base), _state(str(base)), {}))
+    return (
+        links
+        if base is None
+        else (*links, Origin(what="base", path=str(base), state=_state(str(base)), details={}))
+    )
 
 
 def of_checkpoint(path: str) -> tuple[Origin, ...]:
     """Return a checkpoint, and the one that edgellm-quantize quantized."""
-    found = Origin("checkpoint", path, _state(path), {})
+    found = Origin(what="checkpoint", path=path, state=_state(path), details={})
     try:
         report = json.loads((Path(path) / _QUANTIZED).read_text("utf-8"))
         settings, versions, quality = (report[key] for key in ("settings", "versions", "quality"))
@@ -55,8 +64,8 @@ def of_checkpoint(path: str) -> tuple[Origin, ...]:
         source = str(settings["model_dir"])
     except (OSError, ValueError, KeyError, TypeError):
         return (found,)
-    made = Origin(found.what, path, found.state, details)
-    return made, Origin("checkpoint", source, _state(source), {})
+    made = Origin(what=found.what, path=path, state=found.state, details=details)
+    return made, Origin(what="checkpoint", path=source, state=_state(source), details={})
 
 
 def _versions(provenance: Mapping[str, Any]) -> dict[str, str]:

@@ -39,7 +39,7 @@ _PATTERNS = tuple(
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks|blk|h)\.(\d+)\.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A stored tensor; `contents` yields its bytes in pieces."""
 

@@ -36,12 +36,12 @@ def _read(path: Path) -> Fusions:
 
 def _fusion(name: str, found: Mapping[str, Any]) -> Fusion:
     return Fusion(
-        name,
-        int(found["kernels"]),
-        _attention(found["fused_attentions"], found["plugins"]),
-        {str(kind): int(count) for kind, count in found["products"].items()},
-        int(found["reformats"]),
-        int(found["decoded_weights"]),
+        name=name,
+        kernels=int(found["kernels"]),
+        attention=_attention(found["fused_attentions"], found["plugins"]),
+        products={str(kind): int(count) for kind, count in found["products"].items()},
+        reformats=int(found["reformats"]),
+        decoded_weights=int(found["decoded_weights"]),
     )
 
 

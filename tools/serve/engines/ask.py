@@ -12,7 +12,7 @@ from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.multimodal.media import Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One generation request to the engine."""
 

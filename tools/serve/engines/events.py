@@ -21,7 +21,7 @@ class Started:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of all prompt tokens except the first
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """Statistics of a finished sequence, or of an embedded text."""
 

@@ -14,7 +14,7 @@ from edgellm.tools.serve.engines import kv_persistence
 from edgellm.tools.serve.engines.models import Model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
     """Load options that all engines of a server share."""
 

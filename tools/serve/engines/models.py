@@ -22,7 +22,7 @@ from edgellm.core.model_spec import cache_bytes
 BYTES_PER_GB = 10**9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """An engine that a server loads on demand."""
 
@@ -113,7 +113,13 @@ def _model(name: str, folder: Path, visual: Path | None, draft_model: Path | Non
         parts.append(load_engine(draft_model, LLM_ENGINE))
     if visual is not None:
         parts.append(load_engine(visual, VISUAL_ENGINE))
-    return Model(name, folder, manifest, visual, sum(map(_num_bytes, parts)))
+    return Model(
+        name=name,
+        folder=folder,
+        manifest=manifest,
+        visual=visual,
+        num_bytes=sum(map(_num_bytes, parts)),
+    )
 
 
 def _num_bytes(engine: Engine) -> int:

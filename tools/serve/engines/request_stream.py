@@ -42,6 +42,7 @@ class Call:
 
     def __init__(
         self,
+        *,
         worker: Worker,
         asks: Sequence[EngineRequest] | Sequence[EmbeddingJob],
         request: Connection,
@@ -58,7 +59,16 @@ class Call:
         deadline = request.scope.get("arrived", self._loop.time()) + total_timeout_s
         priority = min((ask.priority for ask in asks if isinstance(ask, EngineRequest)), default=0)
         num_bytes = request.scope.get(BODY_BYTES, 0)
-        self._worker, self._job = worker, Job(tuple(asks), post, deadline, priority, num_bytes)
+        self._worker, self._job = (
+            worker,
+            Job(
+                asks=tuple(asks),
+                post=post,
+                deadline=deadline,
+                priority=priority,
+                num_bytes=num_bytes,
+            ),
+        )
         worker.submit(self._job)
         self._left = len(asks)
         self._deadline = deadline

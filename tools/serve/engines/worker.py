@@ -31,7 +31,7 @@ class AbandonedError(Exception):
     """The client has disconnected; the request is dropped."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """One request in the queue or the batch of a worker."""
 
@@ -61,7 +61,7 @@ class Worker:
     """Runs jobs concurrently: one thread starts each job, one thread computes the batch."""
 
     def __init__(
-        self, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
+        self, *, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
     ) -> None:
         self.llm, self._metrics = llm, metrics
         self._size, self._request_timeout_s = queue_size, request_timeout_s
@@ -226,8 +226,17 @@ class Worker:
     def _embed(self, job: Job, token_ids: list[int], lora: str | None, began: float) -> None:
         vector = self.llm.embed(token_ids, functools.partial(self._check, job), lora)
         queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
-        times = queue_ms, (now - job.arrived) * 1e3, 0.0
-        found = Finished("stop", len(token_ids), 0, 0, (), *times, embedding=vector)
+        found = Finished(
+            finish_reason="stop",
+            prompt_tokens=len(token_ids),
+            cached_tokens=0,
+            completion_tokens=0,
+            rounds=(),
+            queue_ms=queue_ms,
+            first_token_ms=(now - job.arrived) * 1e3,
+            generation_ms=0.0,
+            embedding=vector,
+        )
         self._metrics.finished(found, now - job.arrived)
         job.post(found)
 
@@ -309,13 +318,13 @@ def full(size: int, wait_s: int) -> ApiError:
 def _figures(answer: RequestOutput, job: Job, began: float, first: float) -> Finished:
     assert answer.finish_reason is not None  # it is complete
     return Finished(
-        answer.finish_reason,
-        answer.prompt_token_count,
-        sum(answer.profile.reused_tokens),
-        len(answer.token_ids),
-        tuple(counts for counts in answer.profile.rounds if counts.tree_size > 1),
-        (began - job.arrived) * 1e3,
-        (first - job.arrived) * 1e3,
-        (time.monotonic() - first) * 1e3,
-        answer.stop_string,
+        finish_reason=answer.finish_reason,
+        prompt_tokens=answer.prompt_token_count,
+        cached_tokens=sum(answer.profile.reused_tokens),
+        completion_tokens=len(answer.token_ids),
+        rounds=tuple(counts for counts in answer.profile.rounds if counts.tree_size > 1),
+        queue_ms=(began - job.arrived) * 1e3,
+        first_token_ms=(first - job.arrived) * 1e3,
+        generation_ms=(time.monotonic() - first) * 1e3,
+        stop_string=answer.stop_string,
     )

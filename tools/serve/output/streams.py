@@ -90,7 +90,9 @@ async def answer(
     try:
         first = await call.arrived()  # a faulty request becomes an error status, not a stream
         if streams:
-            return EventStream(call, writer, first, request.url.path, headers)
+            return EventStream(
+                call=call, writer=writer, first=first, path=request.url.path, headers=headers
+            )
         return await _whole(call, writer, first, headers)
     except DisconnectedError:
         call.close()
@@ -144,7 +146,7 @@ class EventStream(Response):
     """A streamed output; it is aborted at the call's deadline if the client does not read it."""
 
     def __init__(
-        self, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
+        self, *, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
     ) -> None:
         super().__init__()
         self._own = [(name.encode(), value.encode()) for name, value in headers.items()]

@@ -20,14 +20,14 @@ def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
     first_ms = min(one.first_token_ms for one in figures)
     last_ms = max(one.first_token_ms + one.generation_ms for one in figures)
     return Finished(
-        figures[-1].finish_reason,
-        sum(one.prompt_tokens for one in figures[::of_one]),
-        sum(one.cached_tokens for one in figures[::of_one]),
-        sum(one.completion_tokens for one in figures),
-        tuple(chain.from_iterable(one.rounds for one in figures)),
-        figures[0].queue_ms,
-        first_ms,
-        last_ms - first_ms,
+        finish_reason=figures[-1].finish_reason,
+        prompt_tokens=sum(one.prompt_tokens for one in figures[::of_one]),
+        cached_tokens=sum(one.cached_tokens for one in figures[::of_one]),
+        completion_tokens=sum(one.completion_tokens for one in figures),
+        rounds=tuple(chain.from_iterable(one.rounds for one in figures)),
+        queue_ms=figures[0].queue_ms,
+        first_token_ms=first_ms,
+        generation_ms=last_ms - first_ms,
     )
 
 

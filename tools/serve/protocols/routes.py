@@ -86,7 +86,7 @@ def _add_responses(app: FastAPI, engines: EnginePool) -> None:
         """Respond to a conversation, in the form of OpenAI's Responses."""
         asked = await _Conversation.of(engines, body.as_chat(), request)
         answer = await asked.output()
-        writer = ResponsesWriter(body, answer, asked.llm, asked.model)
+        writer = ResponsesWriter(body=body, answer=answer, llm=asked.llm, model=asked.model)
         return await asked.respond(request, writer, body.ignored())
 
 

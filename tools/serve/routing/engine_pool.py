@@ -34,7 +34,7 @@ LEASES = "edgellm.leases"  # in a connection's scope: an ExitStack that ends wit
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Place:
     """One engine of the pool, loaded or not."""
 
@@ -72,7 +72,9 @@ class EnginePool:
         self.settings, self.created = settings, int(time.time())
         self.registry = Registry()
         self._loading = loading
-        self._places = {one.name: Place(one, Metrics(one.name, self.registry)) for one in models}
+        self._places = {
+            one.name: Place(model=one, metrics=Metrics(one.name, self.registry)) for one in models
+        }
         self._load_lock, self._num_waiting = asyncio.Lock(), 0
         self._clock = itertools.count(1)
         self._is_draining = False
@@ -173,7 +175,13 @@ class EnginePool:
         else:
             self._lease(place, connection)
         assert place.worker is not None
-        return EngineHandler(place.worker, place.model, lora, self.settings, self._warned)
+        return EngineHandler(
+            worker=place.worker,
+            model=place.model,
+            lora=lora,
+            settings=self.settings,
+            warned=self._warned,
+        )
 
     def _lease(self, place: Place, connection: Connection) -> None:
         place.num_users += 1
@@ -224,7 +232,12 @@ class EnginePool:
 
     def _start_worker(self, place: Place, llm: LLM) -> None:
         settings = self.settings
-        worker = Worker(llm, place.metrics, settings.queue_size, settings.request_timeout_s)
+        worker = Worker(
+            llm=llm,
+            metrics=place.metrics,
+            queue_size=settings.queue_size,
+            request_timeout_s=settings.request_timeout_s,
+        )
         worker.start()
         place.worker, place.adapters = worker, {}
         if self._is_draining:  # it came too late for `drain`

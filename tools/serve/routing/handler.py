@@ -21,7 +21,7 @@ from edgellm.tools.serve.settings import Settings
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHandler:
     """The engine that a request leases until it ends."""
 
@@ -45,7 +45,12 @@ class EngineHandler:
         self, asks: Sequence[EngineRequest] | Sequence[EmbeddingJob], connection: Connection
     ) -> Call:
         """Queues a request; raises as `Call`."""
-        return Call(self.worker, asks, connection, self.settings.total_timeout_s)
+        return Call(
+            worker=self.worker,
+            asks=asks,
+            request=connection,
+            total_timeout_s=self.settings.total_timeout_s,
+        )
 
     async def respond(
         self,

@@ -18,7 +18,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}  # samples from the model's distribution
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingForm:
     """How a protocol names, types and defaults the sampling options; null is the default."""
 

@@ -13,7 +13,7 @@ from edgellm.device_runtime.sampling.closed_schema import closed
 from edgellm.device_runtime.sampling.guidance import JSON_FORM
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
     """Format of a model family's calls; NAME is replaced by the function's name."""
 
@@ -29,7 +29,14 @@ class CallForm:
         """A JSON list of objects with name and arguments between two tags."""
         before = '{"name": "NAME", "arguments": '
         marks = (opening, closing)
-        return cls(before, "}", ", ", f"{opening}[", f"]{closing}", marks)
+        return cls(
+            before=before,
+            after="}",
+            between=", ",
+            opening=f"{opening}[",
+            closing=f"]{closing}",
+            marks=marks,
+        )
 
 
 def forced_calls(

@@ -37,7 +37,7 @@ class Sample:
         return self.prompt.ids + self.answer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """Options for completing prompts with the base."""
 

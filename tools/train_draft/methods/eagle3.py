@@ -30,7 +30,13 @@ class Eagle3:
     outputs = frozenset(["lm_head.weight"])
 
     def __init__(
-        self, base: Base, taps: tuple[int, ...], draft_vocab_size: int, unrolls: int, decay: float
+        self,
+        *,
+        base: Base,
+        taps: tuple[int, ...],
+        draft_vocab_size: int,
+        unrolls: int,
+        decay: float,
     ) -> None:
         """Create the network.
 

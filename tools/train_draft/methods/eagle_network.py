@@ -19,7 +19,7 @@ from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import read_rope
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
     """Sizes of a draft; most are its base's."""
 

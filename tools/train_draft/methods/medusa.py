@@ -34,7 +34,7 @@ class ResBlock(nn.Module):
 class Medusa:
     """See `Learner`; head d reads token t's hidden state and predicts token t + 2 + d."""
 
-    def __init__(self, base: Base, base_name: str, num_heads: int, decay: float) -> None:
+    def __init__(self, *, base: Base, base_name: str, num_heads: int, decay: float) -> None:
         """Create the heads, with one block each.
 
         Args:

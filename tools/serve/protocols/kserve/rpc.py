@@ -259,7 +259,7 @@ class Service:
 class GrpcServer:
     """gRPC server at its own port, in the loop of the HTTP server."""
 
-    def __init__(self, engines: EnginePool, host: str, port: int, version: str) -> None:
+    def __init__(self, *, engines: EnginePool, host: str, port: int, version: str) -> None:
         self._max_bytes = engines.settings.max_body_bytes
         self._service = Service(engines, version)
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

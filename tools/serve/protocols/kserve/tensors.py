@@ -40,7 +40,7 @@ OUTPUTS = {"text_output": "BYTES", "finish_reason": "BYTES"}
 _LISTS = ("stop_words", "bad_words")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A named tensor with flat values."""
 
@@ -199,4 +199,4 @@ def _shaped(name: str, datatype: str, shape: Sequence[int], values: tuple[Value,
         raise ApiError(
             400, f"{name}: {len(values)} values, but the shape {list(shape)}", param=name
         )
-    return Tensor(name, datatype, tuple(shape), values)
+    return Tensor(name=name, datatype=datatype, shape=tuple(shape), values=values)

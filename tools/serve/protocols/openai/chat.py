@@ -58,11 +58,16 @@ async def ask_of(
     flags = body.template_flags(llm.tokenizer)
     continuation.continues(messages, flags)  # `placed` may turn calls of tools into text
     return EngineRequest(
-        tool_calls.placed(template, messages, flags.get("tools", ())),
-        body.sampling(_num_logprobs(body), _form(body, llm)),
-        body.max_completion_tokens or body.max_tokens, body.stops(), images, flags,
-        body.answer_form(llm).shown_tokens, body.priority or 0, lora,
-    )  # fmt: skip
+        prompt=tool_calls.placed(template, messages, flags.get("tools", ())),
+        sampling=body.sampling(_num_logprobs(body), _form(body, llm)),
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        stop=body.stops(),
+        images=images,
+        template_flags=flags,
+        shown_tokens=body.answer_form(llm).shown_tokens,
+        priority=body.priority or 0,
+        lora=lora,
+    )
 
 
 async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
@@ -177,7 +182,7 @@ def _reasoned(text: str) -> _Event:
     return {"reasoning_content": text, "reasoning": text}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Choice:
     """One choice of a chat completion."""
 
@@ -200,9 +205,9 @@ class ChatWriter:
         hidden = llm.tokenizer.hidden_ids(body.answer_form(llm).shown_tokens)
         self._choices = [
             _Choice(
-                index,
-                ChatOutput(body, llm, prompt_end=prompt_end),
-                TokenPlaces(llm.tokenizer, hidden),
+                index=index,
+                answer=ChatOutput(body, llm, prompt_end=prompt_end),
+                places=TokenPlaces(llm.tokenizer, hidden),
             )
             for index in range(body.n or 1)
         ]

@@ -27,10 +27,10 @@ def asks_of(body: CompletionRequest, lora: str | None = None) -> list[EngineRequ
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
     asks = (
         EngineRequest(
-            prompt,
-            sampling,
-            maximum,
-            body.stops(),
+            prompt=prompt,
+            sampling=sampling,
+            max_tokens=maximum,
+            stop=body.stops(),
             priority=body.priority or 0,
             prompt_logprobs=of_prompt,
             lora=lora,
@@ -40,7 +40,7 @@ def asks_of(body: CompletionRequest, lora: str | None = None) -> list[EngineRequ
     return [one for ask in asks for one in ask.times(body.n)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Choice:
     """One choice of a completion."""
 
@@ -81,7 +81,9 @@ class CompletionWriter:
         self._wants_ids = bool(body.return_token_ids)
         self._hidden = llm.tokenizer.hidden_ids()
         prompts = [prompt for prompt in body.prompts() for _ in range(self._of_one)]
-        self._choices = [_Choice(index, self._places()) for index in range(len(prompts))]
+        self._choices = [
+            _Choice(index=index, places=self._places()) for index in range(len(prompts))
+        ]
         for choice, prompt in zip(self._choices, prompts, strict=True) if body.echo else ():
             text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
             choice.prompt = choice.text = text

@@ -19,7 +19,7 @@ from edgellm.tools.serve.tool_calls.parser import Call
 _Event = dict[str, Any]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Text:
     """An output item with text: reasoning or the message."""
 
@@ -39,12 +39,12 @@ class _Text:
 def _message() -> _Text:
     head = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
     part = {"type": "output_text", "annotations": [], "logprobs": []}
-    return _Text(head, part, "output_text")
+    return _Text(head=head, part=part, name="output_text")
 
 
 def _reasoning() -> _Text:
     head = {"type": "reasoning", "id": f"rs_{uuid.uuid4().hex}", "summary": []}
-    return _Text(head, {"type": "reasoning_text"}, "reasoning_text")
+    return _Text(head=head, part={"type": "reasoning_text"}, name="reasoning_text")
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class ResponsesWriter(PartWriter):
     framing, last = NAMED_EVENTS, b""
     thought_kind, text_kind = "reasoning", "message"
 
-    def __init__(self, body: ResponsesRequest, answer: ChatOutput, llm: LLM, model: str) -> None:
+    def __init__(self, *, body: ResponsesRequest, answer: ChatOutput, llm: LLM, model: str) -> None:
         self._answer, self._llm, self._output = answer, llm, _Output()
         self._number = -1  # of the last event
         self._head: _Event = {

@@ -87,17 +87,31 @@ class GenerateRequest(_TensorRTSampling):
             maximum = self.max_tokens or TENSORRT_TOKENS
             stops = _stops(self.stop_words)
             return EngineRequest(
-                self.text_input, self.ensemble_sampling(), maximum, stops, lora=lora
+                prompt=self.text_input,
+                sampling=self.ensemble_sampling(),
+                max_tokens=maximum,
+                stop=stops,
+                lora=lora,
             )
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
             stops = _stops(given.stop)
             return EngineRequest(
-                self.text_input, given.sampling(), given.max_tokens, stops, lora=lora
+                prompt=self.text_input,
+                sampling=given.sampling(),
+                max_tokens=given.max_tokens,
+                stop=stops,
+                lora=lora,
             )
         maximum = self.sampling_param_max_tokens or TENSORRT_TOKENS
         stops = _stops(self.sampling_param_stop)
-        return EngineRequest(self.text_input, self._sampling(), maximum, stops, lora=lora)
+        return EngineRequest(
+            prompt=self.text_input,
+            sampling=self._sampling(),
+            max_tokens=maximum,
+            stop=stops,
+            lora=lora,
+        )
 
     def _sampling(self) -> SamplingParams:
         is_greedy = not {"temperature", "top_p", "top_k"} & _TENSORRT.given(self).keys()

@@ -21,8 +21,8 @@ class CommandParser(TaggedParser):
     openings, closing = (_OPEN,), _CLOSE
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
-        '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
-        "}",
+        before='{"tool_call_id": "0", "tool_name": "NAME", "parameters": ',
+        after="}",
         between=", ",
         opening=f"{_OPEN}[",
         closing=f"]{_CLOSE}",

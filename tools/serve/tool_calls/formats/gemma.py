@@ -31,7 +31,7 @@ class GemmaParser(TaggedParser):
 
     openings, closing = (_OPEN,), _CLOSE
     shown: ClassVar[tuple[str, ...]] = ()
-    form: ClassVar = CallForm('{"name": "NAME", "parameters": ', "}", between="\n")
+    form: ClassVar = CallForm(before='{"name": "NAME", "parameters": ', after="}", between="\n")
 
     def __init__(self, tools: Tools) -> None:
         super().__init__(tools)

@@ -16,7 +16,7 @@ class Glm4Parser:
     """See `ToolParser`; drops white space after a call."""
 
     shown: ClassVar[tuple[str, ...]] = ()
-    form: ClassVar = CallForm("NAME\n", "", between="\n")
+    form: ClassVar = CallForm(before="NAME\n", after="", between="\n")
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._held, self._follows_call = tools, "", False

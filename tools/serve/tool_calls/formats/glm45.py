@@ -26,8 +26,8 @@ class Glm45Parser(TaggedParser):
         _OPEN, _CLOSE, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     )  # fmt: skip
     form: ClassVar = CallForm(
-        f'{_OPEN}{{"name": "NAME", "arguments": ',
-        f"}}{_CLOSE}",
+        before=f'{_OPEN}{{"name": "NAME", "arguments": ',
+        after=f"}}{_CLOSE}",
         between="\n",
         marks=(_OPEN, _CLOSE),
     )

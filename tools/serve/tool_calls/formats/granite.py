@@ -20,8 +20,8 @@ class GraniteParser(TaggedParser):
     openings = (_MARK,)
     shown: ClassVar[tuple[str, ...]] = (_MARK,)
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ',
-        "}",
+        before='{"name": "NAME", "arguments": ',
+        after="}",
         between=", ",
         opening=f"{_MARK}[",
         closing="]",

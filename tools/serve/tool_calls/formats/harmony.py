@@ -38,8 +38,8 @@ class HarmonyParser:
 
     shown: ClassVar[tuple[str, ...]] = CHANNEL_MARKS
     form: ClassVar = CallForm(
-        "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
-        "",
+        before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+        after="",
         between=None,
         marks=("<|channel|>", "<|constrain|>", "<|message|>"),
     )

@@ -19,8 +19,8 @@ class HermesParser:
 
     shown: ClassVar[tuple[str, ...]] = (_OPEN, _CLOSE)
     form: ClassVar = CallForm(
-        _OPEN + '\n{"name": "NAME", "arguments": ',
-        "}\n" + _CLOSE,
+        before=_OPEN + '\n{"name": "NAME", "arguments": ',
+        after="}\n" + _CLOSE,
         between="\n",
         marks=(_OPEN, _CLOSE),
     )

@@ -17,7 +17,7 @@ class Llama3Parser:
     """See `ToolParser`."""
 
     shown: ClassVar[tuple[str, ...]] = ()
-    form: ClassVar = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
+    form: ClassVar = CallForm(before='{"name": "NAME", "parameters": ', after="}", between="; ")
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._held, self._is_text = tools, "", False

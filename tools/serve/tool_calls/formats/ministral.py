@@ -20,7 +20,9 @@ class MinistralParser(TaggedParser):
 
     openings = (_MARK,)
     shown: ClassVar[tuple[str, ...]] = (_MARK, _ARGUMENTS, _ID)
-    form: ClassVar = CallForm(f"{_MARK}NAME{_ARGUMENTS}", "", between="", marks=(_MARK, _ARGUMENTS))
+    form: ClassVar = CallForm(
+        before=f"{_MARK}NAME{_ARGUMENTS}", after="", between="", marks=(_MARK, _ARGUMENTS)
+    )
 
     @staticmethod
     def recognises(template: str) -> bool:

@@ -22,8 +22,8 @@ class MistralParser:
 
     shown: ClassVar[tuple[str, ...]] = ()  # an output starts with the tag or the list
     form: ClassVar = CallForm(
-        '{"name": "NAME", "arguments": ',
-        "}",
+        before='{"name": "NAME", "arguments": ',
+        after="}",
         between=", ",
         opening=f"{_MARK} [",
         closing="]",
