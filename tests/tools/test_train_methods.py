@@ -248,7 +248,12 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
 )
 def test_flags_of_another_method_are_rejected(flags, message, tmp_path):
     with pytest.raises(EdgeLLMError, match=message):
-        train_draft(str(tmp_path), tmp_path / "out", data=[tmp_path / "data"], **flags)
+        train_draft(
+            base_model_dir=str(tmp_path),
+            output_dir=tmp_path / "out",
+            data=[tmp_path / "data"],
+            **flags,
+        )
 
 
 def test_a_block_drafter_starts_from_another(job, base, tmp_path):

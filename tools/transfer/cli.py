@@ -1,28 +1,15 @@
-"""`edgellm-transfer`: copies a bundle to a device or a fleet, differences only, verified."""
+"""`edgellm-transfer`: copies a bundle to a device, differences only, verified."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.transfer.flags import (
-    Bundle,
-    Canary,
-    CheckOnly,
-    Fleet,
-    MaxFailed,
-    Page,
-    Parallel,
-    Rollback,
-    Status,
-    Test,
-    To,
-)
+from edgellm.tools.transfer.flags import Bundle, CheckOnly, To
 
 if TYPE_CHECKING:
     from edgellm.tools.transfer.file_list import FileList
@@ -38,44 +25,12 @@ app = App(SNAKE_CASE)
         "edgellm-transfer bundle user@robot:models/bundle --check",
     ),
 )
-def transfer(
-    bundle: Bundle = None,
-    to: To = None,
-    check_only: CheckOnly = False,
-    fleet: Fleet = None,
-    canary: Canary = "1",
-    parallel: Parallel = 8,
-    max_failed: MaxFailed = 0,
-    test: Test = "",
-    rollback: Rollback = False,
-    status: Status = False,
-    page: Page = None,
-) -> None:
-    """Copy a bundle to a device or a fleet; run it again to resume after an interrupt.
+def transfer(bundle: Bundle, to: To, check_only: CheckOnly = False) -> None:
+    """Copy a bundle to a device; run it again to resume after an interrupt.
 
     Files with the right hash on the device are not sent; of other files, rsync sends the parts
     that differ. sha256sum verifies the files on the device before they are moved into place.
     """
-    from edgellm.tools.transfer.fleet import FleetJob, run
-
-    job = FleetJob(canary, parallel, max_failed, test, check_only, rollback, status, page)
-    if fleet is not None:
-        if to is not None:
-            raise EdgeLLMError(
-                f"{to} and --fleet exclude each other", hint="put the device into the fleet's file"
-            )
-        run(job, bundle, fleet)
-        return
-    if given := job.fleet_flag():
-        raise EdgeLLMError(
-            f"{given} needs --fleet", hint="give --fleet FILE; a fleet may have one device only"
-        )
-    if bundle is None or to is None:
-        raise EdgeLLMError("give BUNDLE and user@host:DIR, or BUNDLE and --fleet FILE")
-    _to_one(bundle, to, check_only=check_only)
-
-
-def _to_one(bundle: Path, to: str, *, check_only: bool) -> None:
     from edgellm.tools.transfer.file_list import load
     from edgellm.tools.transfer.push import check, deliver
     from edgellm.tools.transfer.target import connected, is_within, parse

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -25,12 +24,6 @@ class FileList:
     folder: Path
     files: dict[str, FileRecord]
     kinds: dict[str, str]  # kinds of its artifacts by the path of their manifest
-    is_verified: bool = False
-
-    @property
-    def version(self) -> str:
-        """Hash that identifies the version."""
-        return version_of(self.files[name].sha256 for name in self.kinds)
 
     def verify(self, names: Iterable[str]) -> None:
         """Check these files against the manifest.
@@ -38,19 +31,7 @@ class FileList:
         Raises:
             BrokenArtifactError: a file is missing or was changed.
         """
-        if not self.is_verified:
-            verify_files(self.folder, {name: self.files[name] for name in names})
-
-    def verified(self) -> FileList:
-        """Verify all files once; return a copy whose `verify` does nothing. Raises as `verify`."""
-        self.verify(self.files)
-        return replace(self, is_verified=True)
-
-
-def version_of(manifest_hashes: Iterable[str]) -> str:
-    """Return the sha256 of one manifest, or of the sorted hashes of several."""
-    first, *others = sorted(manifest_hashes)
-    return hashlib.sha256("".join([first, *others]).encode()).hexdigest() if others else first
+        verify_files(self.folder, {name: self.files[name] for name in names})
 
 
 def load(folder: Path) -> FileList:

@@ -27,15 +27,6 @@ class Delivery:
     sent: Sent
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """Verified files in the stage of a target, before they are published."""
-
-    changed: tuple[str, ...]
-    removed: tuple[str, ...]  # files of the target's folder that publishing removes
-    sent: Sent
-
-
 def check(listed: FileList, target: Target) -> tuple[str, ...]:
     """Return the files that are missing or differ on the target, by its own sha256sum.
 
@@ -58,13 +49,6 @@ def deliver(listed: FileList, target: Target) -> Delivery:
         LimitError: its disk is too small.
         BrokenArtifactError: a file differs from its manifest, here or after the transfer.
     """
-    staged = stage(listed, target)
-    publish(staged, target)
-    return Delivery(staged.changed, staged.sent)
-
-
-def stage(listed: FileList, target: Target) -> Staged:
-    """Send files to the target's stage and verify them; raises as `deliver`."""
     require_tools(target)
     _require_commands(target, "sha256sum", *(["rsync"] if target.host else []))
     printed = run_script(target, scripts.prepare(target.folder, target.stage, listed.kinds))
@@ -81,25 +65,9 @@ def stage(listed: FileList, target: Target) -> Staged:
     if missing:
         sent = send(listed.folder, missing, target, has_others=not existing.isdisjoint(missing))
     _verify_stage(listed, target, missing)
-    return Staged(changed, tuple(sorted(old - set(listed.files))), sent)
-
-
-def publish(staged: Staged, target: Target, *, keep_for: str = "") -> None:
-    """Move staged files into the target's folder.
-
-    Args:
-        staged: result of `stage` for this target.
-        target: the target.
-        keep_for: the published version, if the replaced files are to be kept; else "".
-
-    Raises:
-        EdgeLLMError: the target cannot be reached or written.
-    """
-    names = (*staged.changed, *staged.removed)
-    if keep_for and names:
-        run_script(target, scripts.keep(target.folder, target.previous, keep_for, names))
-    moves = scripts.publish(target.folder, target.stage, staged.changed, staged.removed)
-    run_script(target, moves if keep_for or not names else moves + scripts.drop(target.previous))
+    old_files = sorted(old - set(listed.files))
+    run_script(target, scripts.publish(target.folder, target.stage, changed, old_files))
+    return Delivery(changed, sent)
 
 
 def _require_commands(target: Target, *names: str) -> None:

@@ -62,7 +62,7 @@ def require_tools(target: Target) -> None:
 
 def _with_rsync(source: Path, names: Sequence[str], target: Target, others: str) -> Sent:
     """Send files with rsync; `others` is a folder with other versions of them, or ""."""
-    has_progress = sys.stderr.isatty() and not target.is_one_of_many
+    has_progress = sys.stderr.isatty()
     # Sizes and times may be equal although the hashes differ.
     command = [
         "rsync", "--times", "--ignore-times", "--stats", "--protect-args", "--files-from=-",
@@ -72,7 +72,7 @@ def _with_rsync(source: Path, names: Sequence[str], target: Target, others: str)
         f"{source}/", f"{target.host}:{target.stage}/",
     ]  # fmt: skip
     listed = "".join(f"{name}\n" for name in names)
-    code, printed, errors = run(target.commands, command, listed, _show if has_progress else None)
+    code, printed, errors = run(command, listed, _show if has_progress else None)
     if code:
         raise explain(target, code, errors, hint="run it again: it resumes")
     return Sent(_statistic("Literal data", printed), _statistic("Matched data", printed))

@@ -9,11 +9,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import IO
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer.errors import explain
@@ -23,45 +21,6 @@ _CONNECT_S, _GRACE_S = 10, 10
 _HINT = "give a folder for the bundle: user@host:models/bundle, or a local one"
 
 
-class Commands:
-    """Running commands of one or several targets; an interrupt ends all of them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
-        self._is_ended = False
-
-    @contextlib.contextmanager
-    def started(
-        self, command: Sequence[str], source: IO[bytes], errors: IO[bytes]
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a process; its input and errors are files, so that no pipe can fill up.
-
-        Raises:
-            KeyboardInterrupt: `end` was called.
-        """
-        with self._lock:
-            if self._is_ended:
-                raise KeyboardInterrupt
-            process = subprocess.Popen(
-                command, stdin=source, stdout=subprocess.PIPE, stderr=errors, bufsize=0
-            )
-            self._running.add(process)
-        try:
-            with process:
-                yield process
-        finally:
-            with self._lock:
-                self._running.discard(process)
-
-    def end(self) -> None:
-        """Terminate all running commands, and start no more."""
-        with self._lock:
-            self._is_ended = True
-            for process in self._running:
-                process.terminate()  # rsync then keeps partial files
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """Destination folder of a bundle."""
@@ -69,22 +28,12 @@ class Target:
     host: str  # user@host, "" for this machine
     folder: str
     ssh: tuple[str, ...] = field(default=(), compare=False)  # command that connects to the host
-    is_one_of_many: bool = False  # of a fleet: no password prompt, no progress
-    commands: Commands = field(default_factory=Commands, compare=False, repr=False)
 
     @property
     def stage(self) -> str:
         """Folder of received files before they are verified and moved; survives interrupts."""
-        return self._sibling("transfer")
-
-    @property
-    def previous(self) -> str:
-        """Folder of the files that the last update of a fleet replaced."""
-        return self._sibling("previous")
-
-    def _sibling(self, suffix: str) -> str:
         path = PurePosixPath(self.folder)
-        return str(path.with_name(f".{path.name}.{suffix}"))
+        return str(path.with_name(f".{path.name}.transfer"))
 
     def __str__(self) -> str:
         """Return the target as the user wrote it."""
@@ -126,7 +75,7 @@ def connected(target: Target) -> Iterator[Target]:
             "ControlMaster": "auto",
             "ControlPath": f"{folder}/s",
             "ControlPersist": 60,
-            **({} if sys.stdin.isatty() and not target.is_one_of_many else {"BatchMode": "yes"}),
+            **({} if sys.stdin.isatty() else {"BatchMode": "yes"}),
         }
         words = [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
         ssh = ("ssh", *words)
@@ -143,28 +92,23 @@ def run_script(target: Target, script: str) -> str:
     Raises:
         EdgeLLMError: the target cannot be reached, or the script failed.
     """
-    code, printed, errors = try_script(target, script)
-    if code:
+    command = [*target.ssh, _plain(target.host), "sh -s"] if target.host else ["sh", "-s"]
+    code, printed, errors = run(command, script)
+    if code:  # 255 may be ssh's
         raise explain(target, code, errors)
     return printed
 
 
-def try_script(target: Target, script: str) -> tuple[int, str, str]:
-    """Run a script on the target; return exit code (255 may be ssh's), output and errors."""
-    command = [*target.ssh, _plain(target.host), "sh -s"] if target.host else ["sh", "-s"]
-    return run(target.commands, command, script)
-
-
 def run(
-    commands: Commands,
     command: Sequence[str],
     given: str,
     show: Callable[[str], None] | None = None,
 ) -> tuple[int, str, str]:
     """Run a command; return exit code, output and errors. An interrupt terminates it.
 
+    Its input and errors are files, so that no pipe can fill up.
+
     Args:
-        commands: registry of running commands.
         command: program and arguments.
         given: its standard input.
         show: gets its output as it comes.
@@ -172,7 +116,9 @@ def run(
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as errors:
         source.write(given.encode())
         source.seek(0)
-        with commands.started(command, source, errors) as process:
+        with subprocess.Popen(
+            command, stdin=source, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+        ) as process:
             printed = _output(process, show)
         errors.seek(0)
         return process.returncode, printed, errors.read().decode("utf-8", "replace")

@@ -170,7 +170,7 @@ def test_a_local_copy_resumes(bundle, tmp_path, monkeypatch):
 
 def test_an_interrupt_terminates_rsync(bundle, device, monkeypatch):
     monkeypatch.setenv("RSYNC_FAILS", "hang")
-    assert terminate_transfer(device, 1, bundle, PLACE) == INTERRUPTED
+    assert terminate_transfer(device, bundle, PLACE) == INTERRUPTED
     assert device.rsync_calls()[-1] == "terminated"
     assert not (device.home / "models/bundle").exists()
     monkeypatch.delenv("RSYNC_FAILS")
