@@ -21,6 +21,7 @@ from edgellm.tools.evaluate.datasets.questions import FILED, Question, fingerpri
 from edgellm.tools.evaluate.remote import answer_remotely
 from edgellm.tools.evaluate.reporting.report import report_markdown, report_page, tables
 from edgellm.tools.evaluate.scoring import divergence
+from edgellm.tools.evaluate.scoring.rouge import require_rouge
 from edgellm.tools.evaluate.scoring.sandbox import open_sandbox
 from edgellm.tools.evaluate.scoring.scores import SCORES_FILE, Scores, score
 from edgellm.tools.evaluate.settings import Settings, run_folder
@@ -92,6 +93,8 @@ def _write(folder: Path, settings: Settings, scores: Scores) -> None:
 
 def _check(job: Job, questions: Sequence[Question]) -> None:
     """Raise `EdgeLLMError` for jobs that would fail later."""
+    if any(question.scoring == "rouge" for question in questions):
+        require_rouge()
     if job.engine_dir is None:
         require_ray()
         return

@@ -17,6 +17,7 @@ from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.evaluation import _write
 from edgellm.tools.evaluate.reporting.comparison import compare_runs
 from edgellm.tools.evaluate.reporting.report import report_markdown, report_page, tables
+from edgellm.tools.evaluate.scoring import rouge as rouge_module
 from edgellm.tools.evaluate.scoring.bootstrap import mean_of, rate_ratio, ratio_of, share_of
 from edgellm.tools.evaluate.scoring.divergence import Divergence
 from edgellm.tools.evaluate.scoring.exact_match import last_number, number_matches, text_matches
@@ -43,6 +44,13 @@ from edgellm.tools.evaluate.settings import Settings
 def test_rouge_equals_rouge_score(summary, reference, expected):
     found = rouge(summary, reference)
     assert tuple(round(found[name], 6) for name in ("rouge1", "rouge2", "rougeL")) == expected
+
+
+def test_a_missing_rouge_score_is_one_line(monkeypatch):
+    monkeypatch.setattr(rouge_module, "find_spec", lambda _: None)
+    with pytest.raises(EdgeLLMError, match="ROUGE needs rouge-score") as found:
+        rouge_module.require_rouge()
+    assert "pip install '.[eval]'" in found.value.hint
 
 
 def test_rouge_ignores_case_of_non_ascii_letters():

@@ -1,43 +1,47 @@
-"""ROUGE-1, ROUGE-2 and ROUGE-L of a summary (Lin 2004).
+"""ROUGE-1, ROUGE-2 and ROUGE-L of a summary (Lin 2004), by the package rouge-score.
 
-F1 of n-grams and of the longest common subsequence. Words are runs of letters and digits in lower
-case, without stemming.
+F1 without stemming. Words are runs of letters and digits in lower case; the package's own tokenizer
+would drop letters that are not ASCII.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections import Counter
-from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
 
+from edgellm.core.errors import EdgeLLMError
+
+_NAMES = ("rouge1", "rouge2", "rougeL")
 _WORD = re.compile(r"[^\W_]+")
+
+
+class _Words:
+    """A tokenizer of rouge-score."""
+
+    @staticmethod
+    def tokenize(text: str) -> list[str]:
+        return _WORD.findall(text.lower())
+
+
+def require_rouge() -> None:
+    """Raise `EdgeLLMError` if rouge-score is not installed."""
+    if find_spec("rouge_score") is None:
+        raise EdgeLLMError(
+            "ROUGE needs rouge-score, which is not installed",
+            hint="in edgellm's folder: pip install '.[eval]'",
+        )
 
 
 def rouge(summary: str, reference: str) -> dict[str, float]:
     """Return the three scores, from 0 to 1."""
-    ours, theirs = (_WORD.findall(text.lower()) for text in (summary, reference))
-    scores = {f"rouge{size}": _overlap(ours, theirs, size) for size in (1, 2)}
-    return {**scores, "rougeL": _f1(longest_common(ours, theirs), len(ours), len(theirs))}
+    found = _scorer().score(reference, summary)
+    return {name: float(found[name].fmeasure) for name in _NAMES}
 
 
-def _overlap(ours: Sequence[str], theirs: Sequence[str], size: int) -> float:
-    one, other = (
-        Counter(tuple(words[at : at + size]) for at in range(len(words) - size + 1))
-        for words in (ours, theirs)
-    )
-    return _f1((one & other).total(), one.total(), other.total())
+@functools.cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
 
-
-def longest_common(ours: Sequence[str], theirs: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence."""
-    before = [0] * (len(theirs) + 1)
-    for word in ours:
-        row = [0]
-        for at, other in enumerate(theirs):
-            row.append(before[at] + 1 if word == other else max(row[at], before[at + 1]))
-        before = row
-    return before[-1]
-
-
-def _f1(common: int, ours: int, theirs: int) -> float:
-    return 2 * common / (ours + theirs) if common else 0.0
+    return RougeScorer(list(_NAMES), tokenizer=_Words())

