@@ -104,6 +104,13 @@ def test_the_command_prints_tables_json_and_pages(run_inspect, tiny_engine, tiny
     assert ": differences" in page.read_text("utf-8")
 
 
+def test_tables_need_no_template_library(tiny_bundle):
+    """Jinja is in extras; the command without --html runs with the base packages."""
+    code = "import sys; from edgellm.tools.inspection.cli import app; app(standalone_mode=False); "
+    code += "assert 'jinja2' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, tiny_bundle], check=True, capture_output=True)
+
+
 def test_the_page_needs_no_network(tiny_engine, eagle_pair):
     for folder in (tiny_engine, eagle_pair.engine):
         text = report_page(inspect(folder), 64)

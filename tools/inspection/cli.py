@@ -95,13 +95,15 @@ def inspect(
             hint="--verify is for bundles and engines, and for --diff",
         )
     from edgellm.tools.inspection.output.as_json import report_json
-    from edgellm.tools.inspection.output.page import report_page
     from edgellm.tools.inspection.output.tables import tables
 
     context = min(context, report.capacity) or context
     title = report.title + (", all hashes right" if verify else "")
     _print(report_json(report, context) if as_json else None, title, tables(report, context))
-    _write(html, report_page(report, context) if html is not None else "")
+    if html is not None:
+        from edgellm.tools.inspection.output.page import report_page
+
+        _write(html, report_page(report, context))
 
 
 def _show_diff(
@@ -110,12 +112,14 @@ def _show_diff(
     import dataclasses
 
     from edgellm.tools.inspection.output.diff import compare, tables_of
-    from edgellm.tools.inspection.output.page import tables_page
 
     found = compare(left, right, contents=verify)
     title, paths = f"{left.kind}: differences", f"{left.path} and {right.path}"
     _print(dataclasses.asdict(found) if as_json else None, title, tables_of(found))
-    _write(html, tables_page(title, paths, tables_of(found)) if html is not None else "")
+    if html is not None:
+        from edgellm.tools.inspection.output.page import tables_page
+
+        _write(html, tables_page(title, paths, tables_of(found)))
 
 
 def _print(content: dict[str, Any] | None, title: str, tables: list[Table]) -> None:
@@ -128,9 +132,7 @@ def _print(content: dict[str, Any] | None, title: str, tables: list[Table]) -> N
     show(title, tables)
 
 
-def _write(html: Path | None, page: str) -> None:
-    if html is None:
-        return
+def _write(html: Path, page: str) -> None:
     from edgellm.core.artifact import replace_file
 
     replace_file(html, page)

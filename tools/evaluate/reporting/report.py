@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from edgellm.tools.evaluate.reporting.plots import intervals
+from edgellm.core.html_pages import charts
 from edgellm.tools.evaluate.scoring.bootstrap import (
     Interval,
     mean_of,
@@ -14,9 +15,11 @@ from edgellm.tools.evaluate.scoring.bootstrap import (
 )
 from edgellm.tools.evaluate.scoring.scores import Measure, Scored, Scores
 from edgellm.tools.evaluate.settings import Settings
-from edgellm.tools.inspection.output.page import page, section
-from edgellm.tools.inspection.output.plots import bars
+from edgellm.tools.inspection.output.page import Section, page
 from edgellm.tools.tables import Table, markdown
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 ALL = "all"
 SPEED_TITLE, ACCEPTANCE_TITLE, SCORES_TITLE = "Speed", "Acceptance", "Scores"
@@ -53,7 +56,7 @@ def report_markdown(settings: Settings, scores: Scores) -> str:
 def report_page(settings: Settings, scores: Scores) -> str:
     """Return the report as one self-contained HTML page with plots."""
     plots = dict(_plots(settings, scores.questions))
-    sections = [section(table, plots.get(table.title, "")) for table in tables(settings, scores)]
+    sections = [Section(table, plots.get(table.title, "")) for table in tables(settings, scores)]
     return page(_heading(settings), ", ".join(settings.modes), sections)
 
 
@@ -201,19 +204,23 @@ def _run(settings: Settings, scores: Scores) -> Table:
     return Table(title=RUN_TITLE, columns=("", ""), rows=tuple(facts.items()), is_numeric=False)
 
 
-def _plots(settings: Settings, questions: Sequence[Scored]) -> Iterator[tuple[str, str]]:
+def _plots(settings: Settings, questions: Sequence[Scored]) -> Iterator[tuple[str, Markup]]:
     """Yield plots with the titles of their tables."""
     if settings.spec is None:
         return
     categories = by_category(questions)
     if ratios := _defined(categories, speed_ratio):
-        yield SPEED_TITLE, intervals(ratios, 1.0)
+        ranges = {
+            name: charts.Range(one.value, one.low, one.high, shown(one))
+            for name, one in ratios.items()
+        }
+        yield SPEED_TITLE, charts.intervals(ranges, 1.0, "ratios by category")
     lengths = _defined(
         categories, lambda found: acceptance_length([q.modes["spec"] for q in found])
     )
     if lengths:
         values = {name: length.value for name, length in lengths.items()}
-        yield ACCEPTANCE_TITLE, bars(values, lambda value: f"{value:.2f}")
+        yield ACCEPTANCE_TITLE, charts.bars(values, lambda value: f"{value:.2f}")
 
 
 def _defined(

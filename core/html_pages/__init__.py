@@ -1,0 +1,1 @@
+"""HTML pages of reports: one shell, tables and charts."""
