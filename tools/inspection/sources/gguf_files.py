@@ -52,7 +52,7 @@ def inspect_gguf(path: Path) -> Report:
         title=f"GGUF file: {architecture}, {kv.num_layers if kv else '?'} layers",
         facts={name: value for name, value in facts.items() if value},
         description=metadata,
-        graphs=(Graph("weights", tensors),),
+        graphs=(Graph(name="weights", tensors=tensors),),
         origins=of_checkpoint(str(path)),
         loads_as="two bytes a number: edgellm-export --dtype fp16 dequantizes blocks",
         kv=kv,
