@@ -19,7 +19,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import BLOCK, DECODER
 from edgellm.core.manifest import Bundle
-from edgellm.core.system_memory import available_memory_bytes, physical_memory_bytes
+from edgellm.core.resources import available_memory_bytes, physical_memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -25,6 +24,7 @@ from edgellm.core.errors import (
 from edgellm.core.file_lock import Unfinished, begin
 from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, Bundle, Engine, FileRecord, Manifest
 from edgellm.core.model_spec import DraftSpec
+from edgellm.core.resources import explain_full_disk
 from edgellm.core.strict_json import parse
 
 

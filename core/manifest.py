@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edgellm.core.disk_space import require_regular_files
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import ROLES
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, PageSpec, VisionSpec
+from edgellm.core.resources import require_regular_files
 from edgellm.core.strict_json import parse
 
 CONTRACT_VERSION = 2

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import hash_file
-from edgellm.core.disk_space import require_regular_files
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
     UnsupportedModelError,
 )
+from edgellm.core.resources import require_regular_files
 from edgellm.core.safetensors_io import Safetensors
 from edgellm.core.strict_json import parse
 

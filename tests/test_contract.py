@@ -14,7 +14,6 @@ import pytest
 
 from edgellm.core import artifact, file_lock
 from edgellm.core.artifact import publish, temporary_folder, verify_files
-from edgellm.core.disk_space import require_space
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -28,6 +27,7 @@ from edgellm.core.manifest import (
     load_engine,
 )
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec
+from edgellm.core.resources import require_space
 
 SPEC = DecoderSpec(
     model_type="llama",
@@ -305,7 +305,7 @@ def test_a_full_disk_of_safetensors_is_recognized(tmp_path):
     code = (
         "import pathlib, resource, signal, sys, numpy\n"
         "from safetensors.numpy import save_file\n"
-        "from edgellm.core.disk_space import explain_full_disk\n"
+        "from edgellm.core.resources import explain_full_disk\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "with explain_full_disk(pathlib.Path(sys.argv[1])):\n"

@@ -31,7 +31,9 @@ TESTS = [*(ROOT / "tests").rglob("*.py")]
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_FORMATTED_BY_HAND = 800, 60, 430
 MAX_MODULES, MAX_PARAMETERS, MAX_POSITIONAL = 15, 8, 3
 # Packages whose signatures are checked; device_runtime and tools follow.
-SIGNATURES = ("core", "export", "quantize", "build", "multimodal", "scripts")
+SIGNATURES = (
+    "core", "export", "quantize", "build", "device_runtime", "multimodal", "tools", "scripts",
+)  # fmt: skip
 BY_POSITION = {"export/layers/linear.py: Linear"}  # takes its sizes as torch.nn.Linear does
 CROWDED = {"export/models"}  # one file for each architecture: users look for a `model_type` there
 

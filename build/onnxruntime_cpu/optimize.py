@@ -12,8 +12,8 @@ import onnxruntime as ort
 
 from edgellm.build.verify.check import largest_error
 from edgellm.build.verify.reference import Numbers
-from edgellm.core.disk_space import forget, require_room, require_space
 from edgellm.core.errors import EdgeLLMError
+from edgellm.core.resources import forget, require_room, require_space
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, maps_weights, set_threads
 

@@ -35,7 +35,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import BLOCK
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import KVCacheSpec
-from edgellm.core.system_memory import available_memory_bytes
+from edgellm.core.resources import available_memory_bytes
 from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.runners.runner import Runner
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import EdgeLLMError
+from edgellm.core.resources import explain_full_disk
 from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, PinnedPrefix
 
 _MAGIC = b"edgellm context 1 "

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from edgellm.core.disk_space import explain_full_disk
+from edgellm.core.resources import explain_full_disk
 
 
 class Journal:

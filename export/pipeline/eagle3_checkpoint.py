@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from edgellm.core.artifact import temporary_folder
-from edgellm.core.disk_space import require_space
 from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
+from edgellm.core.resources import require_space
 from edgellm.export.checkpoints.hf import (
     Checkpoint,
     TensorInfo,

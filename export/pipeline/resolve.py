@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.disk_space import require_regular_files
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
     UnsupportedModelError,
 )
+from edgellm.core.resources import require_regular_files
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.hf import Checkpoint, Safetensors, TensorSource
 from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer

@@ -14,7 +14,7 @@ from edgellm.core.errors import (
     LimitError,
     UnsupportedModelError,
 )
-from edgellm.core.system_memory import system_memory
+from edgellm.core.resources import system_memory
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.config.decoder import DecoderConfig

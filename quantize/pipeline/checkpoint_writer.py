@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.artifact import move_files, replace_file, temporary_folder
-from edgellm.core.disk_space import require_space
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
 )
+from edgellm.core.resources import require_space
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.hf import Renamed, TensorSource, write_safetensors
 from edgellm.quantize.algorithms.mixed_precision.search import quantized_modules

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
+from edgellm.core.resources import explain_full_disk
 from edgellm.quantize.activations.token_weights import layer_weights, weigh_tokens, weighs_tokens
 from edgellm.quantize.algorithms.autoround import autoround
 from edgellm.quantize.algorithms.cross_layer_equalization import equalize

@@ -59,6 +59,8 @@ def _run(job: dict[str, Any]) -> int:
 
 def _child(job: dict[str, Any]) -> None:
     code = _run(job)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # the command has ended
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()

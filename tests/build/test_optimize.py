@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 
 from edgellm.build.onnxruntime_cpu import optimize as optimizing
-from edgellm.core import disk_space
+from edgellm.core import resources
 from edgellm.core.errors import LimitError
 
 WIDTH = 512
@@ -59,7 +59,7 @@ def small_disk(tmp_path) -> Iterator[Small]:
 
 
 def _optimized(lowered: Path, folder: Path) -> ort.InferenceSession:
-    with disk_space.explain_full_disk(folder):
+    with resources.explain_full_disk(folder):
         return optimizing.optimize(lowered, folder / "saved.onnx", 1, prepacks=True)
 
 
@@ -114,7 +114,7 @@ def test_a_limit_of_file_sizes_is_reported(lowered, tmp_path, monkeypatch):
         raise OSError(errno.EDQUOT, "quota")
 
     _fails_with(monkeypatch, "basic_ios::clear: iostream error")
-    monkeypatch.setattr(disk_space.os, "posix_fallocate", refuse)
+    monkeypatch.setattr(resources.os, "posix_fallocate", refuse)
     with pytest.raises(LimitError, match=f"{tmp_path}: more than"):
         _optimized(lowered, tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_limit_of_file_sizes_is_reported(lowered, tmp_path, monkeypatch):
 def test_free_space_is_compared_without_posix_fallocate(lowered, small_disk, monkeypatch):
     """Not Linux: free space is compared."""
     folder = small_disk(3 * WEIGHTS // 2)
-    monkeypatch.delattr(disk_space.os, "posix_fallocate")
+    monkeypatch.delattr(resources.os, "posix_fallocate")
     _fails_with(monkeypatch, "basic_ios::clear: iostream error")
     with pytest.raises(LimitError, match=f"{2 * WEIGHTS} bytes are needed"):
         _optimized(lowered, folder)

@@ -9,7 +9,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from edgellm.core.system_memory import physical_memory_bytes
+from edgellm.core.resources import physical_memory_bytes
 
 _PACKAGES = ("edgellm", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "numpy")
 _CPU = Path("/sys/devices/system/cpu")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.system_memory import system_memory
+from edgellm.core.resources import system_memory
 from edgellm.device_runtime import runners
 from edgellm.tools.doctor import jetpack
 from edgellm.tools.doctor.machine import Machine, ProgramError

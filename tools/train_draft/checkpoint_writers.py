@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from edgellm.core.disk_space import require_space
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
 )
+from edgellm.core.resources import require_space
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.residual_rotation import KEY as ROTATION
 from edgellm.tools.train_draft.base import Base

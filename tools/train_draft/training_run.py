@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from edgellm.core.artifact import move_files, temporary_folder
-from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
 )
 from edgellm.core.file_lock import hold
+from edgellm.core.resources import explain_full_disk
 from edgellm.core.strict_json import parse
 from edgellm.export.config.hidden_taps import check_taps, default_taps
 from edgellm.quantize.pipeline.torch_device import choose_device

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from edgellm.core.disk_space import explain_full_disk
 from edgellm.core.errors import EdgeLLMError
+from edgellm.core.resources import explain_full_disk
 from edgellm.tools.transfer.errors import explain
 from edgellm.tools.transfer.target import Target, run
 

@@ -13,7 +13,7 @@ from kernel_calls import product, quantized_case
 from kernel_sessions import F32, open_session
 from onnx import helper
 
-from edgellm.core.disk_space import forget
+from edgellm.core.resources import forget
 from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
 

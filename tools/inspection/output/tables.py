@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from edgellm.core.system_memory import available_memory_bytes
+from edgellm.core.resources import available_memory_bytes
 from edgellm.tools.inspection.report import Costs, Fusions, Graph, Origin, Port, Report
 from edgellm.tools.inspection.roofline import FORMULA, predict
 from edgellm.tools.inspection.sources.tensors import PARTS, by_dtype, bytes_by_layer, bytes_by_part

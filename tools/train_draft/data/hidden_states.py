@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from edgellm.core.disk_space import require_space
+from edgellm.core.resources import require_space
 from edgellm.tools.train_draft.base import Base, Rows, padded
 from edgellm.tools.train_draft.data.corpus import Sample
 

@@ -22,7 +22,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
 )
-from edgellm.core.system_memory import available_memory_bytes
+from edgellm.core.resources import available_memory_bytes
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt import kv_append
 from edgellm.device_runtime.runners.tensorrt.cuda import gather, kv_compaction

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.build import resource_estimate
-from edgellm.core import system_memory
+from edgellm.core import resources
 from edgellm.core.errors import LimitError
 from edgellm.device_runtime.runners.tensorrt.cuda import driver
 from edgellm.quantize.models import checks as quantize_checks
@@ -59,18 +59,18 @@ class Container:
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     """Make a container; this process is then in it."""
-    whole = system_memory.system_memory
+    whole = resources.system_memory
     within = functools.partial(whole, tmp_path)
-    monkeypatch.setattr(system_memory, "system_memory", within)
+    monkeypatch.setattr(resources, "system_memory", within)
     monkeypatch.setattr(quantize_checks, "system_memory", within)
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 5 << 20}
-    monkeypatch.setattr(system_memory.os, "sysconf", sizes.get)
+    monkeypatch.setattr(resources.os, "sysconf", sizes.get)
     return lambda *arguments: Container(tmp_path, *arguments)
 
 
 def memory() -> tuple[float, float]:
-    physical = system_memory.physical_memory_bytes()
-    return physical / GB, system_memory.available_memory_bytes() / GB
+    physical = resources.physical_memory_bytes()
+    return physical / GB, resources.available_memory_bytes() / GB
 
 
 @pytest.mark.parametrize("version", [1, 2])
