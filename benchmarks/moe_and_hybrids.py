@@ -61,11 +61,12 @@ from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.kernels.library import DOMAIN, register
 from edgellm.device_runtime.kernels.pack import PackedForm
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 from edgellm.export import models
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.export.checkpoints.weights import StoredTensor, Weights
@@ -201,7 +202,7 @@ def measure(config: dict[str, Any], folder: Path, threads: int) -> dict[str, flo
         kv=cache_of(facts),
     )
     start = time.perf_counter()
-    graph = load_graph(folder / "decode.onnx", threads=threads, own_kernels=True)
+    graph = load_graph(folder / "decode.onnx", GraphOptions(threads=threads, own_kernels=True))
     session = DecoderNetwork(
         runner=open_runner([LoadedGraph(graph)], spec.kv, CAPACITY), spec=spec, capacity=CAPACITY
     )
@@ -456,7 +457,7 @@ def open_shape(folder: Path) -> DecoderNetwork:
     lower(model, kernel, weights, kv, CAPACITY)
     weights.close()
     ir.save(model, folder / "decode.onnx")
-    graph = load_graph(folder / "decode.onnx", threads=1, own_kernels=True)
+    graph = load_graph(folder / "decode.onnx", GraphOptions(threads=1, own_kernels=True))
     spec = DecoderSpec(
         model_type=QWEN["model_type"],
         vocab_size=facts.vocab_size,
@@ -535,9 +536,11 @@ def second_turn(name: str, work: Path) -> tuple[int, int, int, int]:
         "add_special_tokens": False,
     }
     with LLM(folder / "engine", context_reuse=True) as llm:
-        first = llm.generate_text(text, **ask)
+        first = llm.generate_text(GenerationRequest(text=text, **ask))
         list(first)
-        second = llm.generate_text(f"{text}{first.text}{''.join(words)}", **ask)
+        second = llm.generate_text(
+            GenerationRequest(text=f"{text}{first.text}{''.join(words)}", **ask)
+        )
         list(second)
     (tokens,), (reused,) = second.profile.prompt_tokens, second.profile.reused_tokens
     return first.profile.prompt_tokens[0], tokens, reused, tokens - reused

@@ -47,7 +47,10 @@ def test_a_curve_has_dots_where_points_have_a_kind():
 
 
 def test_intervals_without_ends_are_dots():
-    values = {"a": charts.Range(2.0, 1.0, 3.0, "2"), NASTY: charts.Range(1.0, None, None, "1")}
+    values = {
+        "a": charts.Range(value=2.0, low=1.0, high=3.0, text="2"),
+        NASTY: charts.Range(value=1.0, low=None, high=None, text="1"),
+    }
     chart = charts.intervals(values, 1.0, "ratios")
     assert (len(_elements(chart, "circle")), len(_elements(chart, "polyline"))) == (2, 1)
     assert _elements(charts.intervals({"a": values[NASTY]}, 1.0, "equal"), "circle")

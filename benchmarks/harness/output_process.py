@@ -20,6 +20,7 @@ _CAPACITY = 2048
 
 def edgellm(path: str, threads: int, *, speculates: bool) -> Answer:
     """Return edgellm's generator; `speculates`: as `llm_inference --spec auto`."""
+    from edgellm.device_runtime.api.generation_request import GenerationRequest
     from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
@@ -30,7 +31,13 @@ def edgellm(path: str, threads: int, *, speculates: bool) -> Answer:
 
     def answer(text: str, _: list[int], tokens: int) -> list[int]:
         found = llm.generate_text(
-            text, add_special_tokens=False, sampling=greedy, max_generate_length=tokens, stop=()
+            GenerationRequest(
+                text=text,
+                add_special_tokens=False,
+                sampling=greedy,
+                max_generate_length=tokens,
+                stop=(),
+            )
         )
         for _step in found:
             pass

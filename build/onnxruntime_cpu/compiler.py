@@ -48,7 +48,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     OnnxRuntimeRunner,
     open_runner,
 )
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 
 _HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: ONNX Runtime's attention; edgellm's kernels
 _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # float products with unrounded inputs
@@ -236,7 +236,7 @@ class _Compiler:
         loaded = []
         for variant in self._variants:
             path = self._lower(load(), dataclasses.replace(variant, name=f"search.{variant.name}"))
-            graph = load_graph(path, optimize=False, own_kernels=_is_own(variant))
+            graph = load_graph(path, GraphOptions(optimize=False, own_kernels=_is_own(variant)))
             loaded.append(LoadedGraph(graph, variant.max_rows))
         return self._runner(loaded)
 

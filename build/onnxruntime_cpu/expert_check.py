@@ -24,7 +24,7 @@ from edgellm.build.verify.rounding_simulation import Rounds
 from edgellm.build.verify.streamed_eval import run_in_pieces
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 
 _AT_ONCE = 8  # experts of the portable graph; each computes the rows of all of them
 _INPUTS = ("x", "ids", "shares")
@@ -108,7 +108,7 @@ def _of_engine(path: Path, layer: ExpertLayer, x: Rows) -> Rows:
     place = path.with_name("experts.check.onnx")
     onnx.save(onnx.helper.make_model(own, opset_imports=imports, ir_version=10), place)
     try:
-        session = load_graph(place, optimize=False, own_kernels=True)
+        session = load_graph(place, GraphOptions(optimize=False, own_kernels=True))
         (found,) = session.run(["y"], _passes(range(layer.count), layer.top_k, x))
         return np.asarray(found, np.float32)[0]
     finally:

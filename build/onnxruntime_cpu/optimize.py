@@ -15,7 +15,12 @@ from edgellm.build.verify.reference import Numbers
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.resources import forget, require_room, require_space
 from edgellm.device_runtime.kernels.library import register
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph, maps_weights, set_threads
+from edgellm.device_runtime.runners.onnxruntime_graphs import (
+    GraphOptions,
+    load_graph,
+    maps_weights,
+    set_threads,
+)
 
 _PACKED_TWICE = 2  # a file with prepacked weights holds them as they were, too
 _SAVED = 1e-3  # relative; one graph, loaded twice
@@ -79,7 +84,9 @@ def optimize(
     lowered.with_suffix(".data").unlink()
     if own_kernels and maps_weights(output):
         forget(output.with_suffix(".data"))
-    saved = load_graph(output, threads=threads, optimize=False, own_kernels=own_kernels)
+    saved = load_graph(
+        output, GraphOptions(threads=threads, optimize=False, own_kernels=own_kernels)
+    )
     if probe is not None and largest_error(probe(saved), expected) > _SAVED:
         raise EdgeLLMError(
             f"ONNX Runtime {ort.__version__} saved a {output.stem} graph that computes "

@@ -37,7 +37,7 @@ class Point:
     kind: str = ""  # CSS class of its dot; "": no dot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """An estimate with its interval, if it has one."""
 

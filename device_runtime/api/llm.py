@@ -17,6 +17,7 @@ from edgellm.core.errors import RequestError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import validation
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.api.scoring import Reader
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.engine import continuation
@@ -102,14 +103,11 @@ class LLM:
                 engine=folder, base=self.manifest, network=base, options=how, verify=verify
             )
         decoder = self.manifest.decoder
-        caches = self._drafters.caches if self._drafters else ()
-        rows = self.manifest.prefill_rows
-        no_images = _no_images(decoder)
         manager = KVCacheManager(
             base=base,
-            prefill_rows=rows,
-            drafts=caches,
-            no_images=no_images,
+            prefill_rows=self.manifest.prefill_rows,
+            drafts=self._drafters.caches if self._drafters else (),
+            no_images=_no_images(decoder),
             reuses_context=context_reuse,
         )
         self._kv_cache_manager: KVCacheManager | None = manager
@@ -119,11 +117,14 @@ class LLM:
         self._adapters = open_adapters(folder, self.manifest, base, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
-            from edgellm.device_runtime.engine.images import open_images  # imports Pillow
-
-            self.images = open_images(Path(multimodal_engine_dir), self.manifest, verify=verify)
-            self.formatter = replace(self.formatter, film_text=self.images.film_text)
+            self._open_images(Path(multimodal_engine_dir), verify)
         self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
+
+    def _open_images(self, folder: Path, verify: bool | None) -> None:
+        from edgellm.device_runtime.engine.images import open_images  # imports Pillow
+
+        self.images = open_images(folder, self.manifest, verify=verify)
+        self.formatter = replace(self.formatter, film_text=self.images.film_text)
 
     @property
     def batch_size(self) -> int:
@@ -232,16 +233,18 @@ class LLM:
             text, is_raw = self.formatter.format(prompt, template_flags), False
             continues = continuation.goes_on(prompt, template_flags)
         return self.generate_text(
-            text,
-            images=images,
-            add_special_tokens=is_raw,
-            continues=continues,
-            sampling=SamplingParams() if sampling is None else sampling,
-            max_generate_length=max_generate_length,
-            stop=stop,
-            speculative=speculative,
-            priority=priority,
-            lora=lora,
+            GenerationRequest(
+                text=text,
+                images=images,
+                add_special_tokens=is_raw,
+                continues=continues,
+                sampling=SamplingParams() if sampling is None else sampling,
+                max_generate_length=max_generate_length,
+                stop=stop,
+                speculative=speculative,
+                priority=priority,
+                lora=lora,
+            )
         )
 
     def generate_batch(
@@ -294,48 +297,25 @@ class LLM:
             batch_size = self.batch_size
         return together(self._turns, answers, validation.require_length("batch_size", batch_size))
 
-    def generate_text(
-        self,
-        text: str | Sized[int],
-        *,
-        images: Sized[Source] = (),
-        add_special_tokens: bool,
-        continues: bool = False,
-        sampling: SamplingParams,
-        max_generate_length: int,
-        stop: Sized[str],
-        speculative: bool = True,
-        system_prompt: str | None = None,
-        shown_tokens: Sized[str] = (),
-        priority: int = 0,
-        lora: str | None = None,
-    ) -> RequestOutput:
-        """As `generate`, for a formatted text or its token ids; images are encoded at once.
-
-        With `continues`, the output continues the last message of the text. `system_prompt` is a
-        prefix of the text that is pinned for later requests. The output's text contains no special
-        tokens but `shown_tokens`.
-        """
+    def generate_text(self, request: GenerationRequest) -> RequestOutput:
+        """As `generate`, for a formatted text or its token ids; images are encoded at once."""
         self._turns.require_open()
-        validation.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
-        validation.require_kind("speculative", speculative, bool, "True or False")
-        validation.require_kind("priority", priority, int, "a whole number")
-        stops = StopMatcher(validation.text_list("stop", stop))
-        max_tokens = validation.require_length("max_generate_length", max_generate_length)
-        sampling.require_fit(self.manifest.decoder.vocab_size, max_tokens)
-        profile = Profile()
-        adapter = None if lora is None else self._adapters.find(lora)
-        prompt = self._prompt(text, images, profile, add_special_tokens=add_special_tokens)
+        sampling, stops, max_tokens = self._checked(request)
+        profile, has_marks = Profile(), request.add_special_tokens
+        adapter = None if request.lora is None else self._adapters.find(request.lora)
+        prompt = self._prompt(request.text, request.images, profile, add_special_tokens=has_marks)
         prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
-        if images and self.images is not None:
+        if request.images and self.images is not None:
             warnings = [*warnings, *self.images.warnings]
         sampler = self.sampler(sampling, prompt)
         # Continued messages and raw prompts continue as text, with the space before a word.
-        before = prompt.token_ids if add_special_tokens or continues else ()
-        stream = self.tokenizer.stream(shown_tokens, before)
+        before = prompt.token_ids if has_marks or request.continues else ()
         endings = StopDetector(
-            stream=stream, stops=stops, ends=sampler.ends, min_tokens=sampling.min_tokens
+            stream=self.tokenizer.stream(request.shown_tokens, before),
+            stops=stops,
+            ends=sampler.ends,
+            min_tokens=sampling.min_tokens,
         )
         sequence = Sequence(
             prompt=prompt,
@@ -345,17 +325,27 @@ class LLM:
             endings=endings,
             warnings=warnings,
         )
-        if speculative and self._drafters is not None:
+        if request.speculative and self._drafters is not None:
             sequence.drafter = self._drafters.start(greedy=sampling.is_greedy)
             sequence.accept = self._drafters.options.accept
         kept = None
-        if system_prompt is not None:
-            ids = self.tokenizer.encode(system_prompt, add_special_tokens=add_special_tokens)
+        if request.system_prompt is not None:
+            ids = self.tokenizer.encode(request.system_prompt, add_special_tokens=has_marks)
             kept = count_common(ids, prompt.token_ids)
             sequence.marks = (kept,)
-        return RequestOutput(
-            RunningRequest(sequence=sequence, kept=kept, priority=priority), self._turns
-        )
+        running = RunningRequest(sequence=sequence, kept=kept, priority=request.priority)
+        return RequestOutput(running, self._turns)
+
+    def _checked(self, request: GenerationRequest) -> tuple[SamplingParams, StopMatcher, int]:
+        """Sampling, stop strings and maximum tokens of a request; raises `RequestError`."""
+        sampling = request.sampling
+        validation.require_kind("sampling", sampling, SamplingParams, "a SamplingParams")
+        validation.require_kind("speculative", request.speculative, bool, "True or False")
+        validation.require_kind("priority", request.priority, int, "a whole number")
+        stops = StopMatcher(validation.text_list("stop", request.stop))
+        length = validation.require_length("max_generate_length", request.max_generate_length)
+        sampling.require_fit(self.manifest.decoder.vocab_size, length)
+        return sampling, stops, length
 
     def read_logprobs(
         self,

@@ -12,6 +12,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     RequestError,
 )
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import without_template
@@ -76,16 +77,18 @@ def start_request(
     messages = [_message(role, items) for role, items in turns]
     system, text = _format(llm, own, messages)
     answer = llm.generate_text(
-        text,
-        images=images,
-        add_special_tokens=not own.apply_chat_template,
-        continues=own.apply_chat_template and continuation.goes_on(messages, _ending(own)),
-        sampling=sampling_of(own, greedy=greedy),
-        max_generate_length=own.max_generate_length,
-        stop=[own.stop] if isinstance(own.stop, str) else own.stop,
-        speculative=speculative and not request.disable_spec_decode,
-        system_prompt=system if request.save_system_prompt_kv_cache else None,
-        lora=request.lora_name,
+        GenerationRequest(
+            text=text,
+            images=images,
+            add_special_tokens=not own.apply_chat_template,
+            continues=own.apply_chat_template and continuation.goes_on(messages, _ending(own)),
+            sampling=sampling_of(own, greedy=greedy),
+            max_generate_length=own.max_generate_length,
+            stop=[own.stop] if isinstance(own.stop, str) else own.stop,
+            speculative=speculative and not request.disable_spec_decode,
+            system_prompt=system if request.save_system_prompt_kv_cache else None,
+            lora=request.lora_name,
+        )
     )
     shown = llm.tokenizer.shown
     return Started(request=request, answer=answer, system=shown(system), text=shown(text))

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +40,11 @@ _PROVIDER_OPTIONS = {
 }
 
 
-def load_graph(
-    path: Path,
-    *,
-    threads: int = 0,
-    optimize: bool = True,
-    keeps_memory: bool = True,
-    device: str = CPU,
-    own_kernels: bool = False,
-    captures: bool = False,
-    entries: Mapping[str, str] | None = None,
-    weights: Mapping[str, ort.OrtValue] | None = None,
-) -> ort.InferenceSession:
-    """Load a graph.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How a graph is loaded.
 
-    Args:
-        path: the graph.
+    Attributes:
         threads: 0: all cores.
         optimize: fold and fuse; an engine's graphs are optimized already.
         keeps_memory: keep activation memory between passes; it grows if sizes vary.
@@ -63,28 +53,43 @@ def load_graph(
         captures: passes may be recorded as CUDA graphs.
         entries: entries of the session's configuration.
         weights: initializers that are on the device already; must outlive the session.
+    """
+
+    threads: int = 0
+    optimize: bool = True
+    keeps_memory: bool = True
+    device: str = CPU
+    own_kernels: bool = False
+    captures: bool = False
+    entries: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, ort.OrtValue] = field(default_factory=dict)
+
+
+def load_graph(path: Path, how: GraphOptions | None = None) -> ort.InferenceSession:
+    """Load a graph; `how` None: the defaults.
 
     Raises:
         BrokenArtifactError: ONNX Runtime rejects the file, or cannot run all nodes on the device.
     """
+    how = how or GraphOptions()
     options = ort.SessionOptions()
-    set_threads(options, threads)
+    set_threads(options, how.threads)
     options.log_severity_level = 3
-    options.enable_cpu_mem_arena = keeps_memory
-    for name, value in (entries or {}).items():
+    options.enable_cpu_mem_arena = how.keeps_memory
+    for name, value in how.entries.items():
         options.add_session_config_entry(name, value)
-    for name, tensor in (weights or {}).items():
+    for name, tensor in how.weights.items():
         options.add_initializer(name, tensor)
     mapped = None
-    if own_kernels:
+    if how.own_kernels:
         register(options)
         mapped = _map_weights(path, options) if maps_weights(path) else None
-    if not optimize:
+    if not how.optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if device == CUDA:
+    if how.device == CUDA:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    provider = _PROVIDERS[device]
-    session = _session(path, options, device, captures=captures)
+    provider = _PROVIDERS[how.device]
+    session = _session(path, options, how.device, captures=how.captures)
     if mapped is not None:
         weakref.finalize(session, mapped.close).atexit = False
     if session.get_providers()[0] != provider:

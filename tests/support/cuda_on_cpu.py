@@ -36,7 +36,7 @@ from edgellm.device_runtime.networks.encoder import EncoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cuda import attention_inputs
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 
 CUDA = "onnxruntime_cuda"
 
@@ -116,7 +116,7 @@ def attention_alone(
     finish(model)
     weights.close()
     ir.save(model, folder / "one.onnx")
-    session = load_graph(folder / "one.onnx", optimize=False)
+    session = load_graph(folder / "one.onnx", GraphOptions(optimize=False))
     arrays |= {
         attention_inputs.VISIBLE: seen[None, None],
         attention_inputs.SLOTS: attention_inputs.slot_indices(1, q.shape[1]),

@@ -70,7 +70,7 @@ def _add_openai(app: FastAPI, engines: EnginePool) -> None:
         served = await engines.of(body.model, request)
         ask = await chat.ask_of(body, served.llm, engines.settings.images, served.lora)
         end = await chat.prompt_end(ask, body, served.llm)
-        writer = chat.ChatWriter(body, served.llm, served.name, prompt_end=end)
+        writer = chat.ChatWriter(body=body, llm=served.llm, model=served.name, prompt_end=end)
         return await served.respond_openai(request, body, ask.times(body.n), writer)
 
     @app.post("/v1/completions")

@@ -139,9 +139,9 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
         )
     if job.method in _BLOCKS:
         return Blocks(
-            base,
-            job.method,
-            taps,
+            base=base,
+            method=job.method,
+            taps=taps,
             draft_vocab_size=job.draft_vocab_size,
             block_size=job.block_size,
             num_layers=job.num_layers,

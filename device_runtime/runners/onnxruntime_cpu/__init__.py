@@ -55,7 +55,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         LoadedGraph,
         open_runner,
     )
-    from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+    from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 
     _check_origin(folder, engine)
     own_kernels = engine.options.get(KERNELS) == EDGELLM
@@ -69,7 +69,10 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
             "keeps_memory": ROLES[role].rows is not Rows.IMAGE,
             "own_kernels": own_kernels,
         }
-        loaded = [LoadedGraph(load_graph(folder / g.path, **options), g.max_rows) for g in graphs]
+        loaded = [
+            LoadedGraph(load_graph(folder / g.path, GraphOptions(**options)), g.max_rows)
+            for g in graphs
+        ]
         kv = engine.cache_of(role)
         capacity = engine.max_kv_cache_capacity
         opened[role] = open_runner(loaded, kv, capacity, engine.max_batch_size)

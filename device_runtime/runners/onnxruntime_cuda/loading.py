@@ -12,7 +12,7 @@ from onnx import external_data_helper, helper
 
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
-from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, GraphOptions, load_graph
 
 _LAID_OUT = ("MatMulNBits",)  # operators whose weights a session repacks for tensor cores
 _INT_GEMM_ENTRY = "ep.cuda.fpa_intb_gemm"  # a session option; older versions ignore it
@@ -65,7 +65,7 @@ class Loader:
     def load(self, path: Path, **options: object) -> ort.InferenceSession:
         """Load a graph without optimizations; see `load_graph`."""
         given = {"threads": self._threads, "optimize": False, "device": self.device, **options}
-        return load_graph(path, **given)  # type: ignore[arg-type]
+        return load_graph(path, GraphOptions(**given))  # type: ignore[arg-type]
 
 
 def _shared_weights(paths: Sequence[Path], but_of: Sequence[str]) -> dict[str, np.ndarray]:

@@ -75,7 +75,7 @@ class TensorRtRunner(Runner):
         num_sequences: int = 1,
         adapters: int = 0,
     ) -> None:
-        """Allocate the memory of all passes.
+        """Allocate the memory of all passes; raises `LimitError` if the device has too little.
 
         Args:
             engine: the loaded engine.
@@ -86,9 +86,6 @@ class TensorRtRunner(Runner):
             capacity: positions of a sequence in the cache.
             num_sequences: sequences in the cache.
             adapters: adapter slots; 0: the engine has no LoRA.
-
-        Raises:
-            LimitError: the device has too little memory.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
         self.num_sequences = num_sequences
@@ -98,12 +95,13 @@ class TensorRtRunner(Runner):
         if spec is not None:
             memory = open_cache(engine, device, spec.kv, capacity, max_rows, num_sequences)
             self._rows_memory, self._capacity = memory, memory.capacity
+            self.kv_pool = SlotPool(memory, num_sequences, capacity)
             self._images = DeviceImages(device, engine, spec.vocab_size)
-        self._adapters = (
-            DeviceAdapters(engine=engine, device=device, count=adapters, placed_rows=max_rows)
-            if adapters
-            else None
-        )
+        self._adapters: DeviceAdapters | None = None
+        if adapters:
+            self._adapters = DeviceAdapters(
+                engine=engine, device=device, count=adapters, placed_rows=max_rows
+            )
         self._buckets = bucket_sizes(max(tree_rows, 1))
         self._names = self._shapes.outputs
         self._picked = [name for name in self._names if name not in _ON_DEVICE]
@@ -114,8 +112,6 @@ class TensorRtRunner(Runner):
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
         memory = self._rows_memory
-        if memory is not None:
-            self.kv_pool = SlotPool(memory, num_sequences, capacity)
         self._passes = PassRunner(
             engine=engine,
             device=device,

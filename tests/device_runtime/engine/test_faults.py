@@ -15,6 +15,7 @@ from edgellm.core.errors import (
     UnexpectedError,
 )
 from edgellm.device_runtime import LLM, BatchError, SamplingParams, SpecOptions
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.scheduler.request_output import RequestOutput
 from edgellm.device_runtime.speculate.policy.spec_gate import SpecGate
 
@@ -249,13 +250,15 @@ def llm(shared_engine):
 def _asked(llm: LLM, **options: Any) -> list[RequestOutput]:
     return [
         llm.generate_text(
-            prompt,
-            add_special_tokens=False,
-            sampling=SAMPLING,
-            max_generate_length=LENGTH,
-            stop=["w9999"],
-            system_prompt="w21" if at == VICTIM else None,
-            **options,
+            GenerationRequest(
+                text=prompt,
+                add_special_tokens=False,
+                sampling=SAMPLING,
+                max_generate_length=LENGTH,
+                stop=["w9999"],
+                system_prompt="w21" if at == VICTIM else None,
+                **options,
+            )
         )
         for at, prompt in enumerate(PROMPTS)
     ]

@@ -8,6 +8,7 @@ import pytest
 
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.sampling.guidance import Guide
 
@@ -101,6 +102,6 @@ def test_request_files_have_these_options():
 def test_token_ids_are_accepted_as_prompt(llm):
     ids = llm.tokenizer.encode("w20 w30", add_special_tokens=True)
     options = {"add_special_tokens": True, "sampling": EAGER, "max_generate_length": 4, "stop": ()}
-    assert llm.generate_text(ids, **options).prompt.token_ids == ids
+    assert llm.generate_text(GenerationRequest(text=ids, **options)).prompt.token_ids == ids
     with pytest.raises(RequestError, match="the model has no token 96"):
-        llm.generate_text([5, 96], **options)
+        llm.generate_text(GenerationRequest(text=[5, 96], **options))

@@ -14,6 +14,7 @@ from edgellm.build.plan import Plan
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks import recurrent_state, sequence_kv
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
@@ -256,7 +257,9 @@ def test_pinned_prefixes_have_states(engine, plain, tmp_path):
     options = {"add_special_tokens": False, "sampling": GREEDY, "stop": ()}
 
     def turn(llm: LLM, text: str):
-        answer = llm.generate_text(text, max_generate_length=6, system_prompt=beginning, **options)
+        answer = llm.generate_text(
+            GenerationRequest(text=text, max_generate_length=6, system_prompt=beginning, **options)
+        )
         list(answer)
         return answer.timings()["reused_tokens"], answer.token_ids
 

@@ -18,6 +18,7 @@ from edgellm.core.errors import LimitError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.core.model_spec import cache_bytes
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
 
 WINDOW, CAPACITY, TOGETHER, PAGE, PASS = 40, 1024, 2, 64, 256
@@ -190,7 +191,9 @@ def words(ids):
 
 def answer(llm, ids, **options):
     options = {"max_generate_length": 12, "sampling": SamplingParams(temperature=0)} | options
-    grown = llm.generate_text(words(ids), add_special_tokens=False, stop=(), **options)
+    grown = llm.generate_text(
+        GenerationRequest(text=words(ids), add_special_tokens=False, stop=(), **options)
+    )
     list(grown)
     return grown
 

@@ -337,13 +337,15 @@ def test_a_library_that_loads_may_have_no_kernel_for_the_gpu(monkeypatch):
 def test_graphs_are_never_put_on_the_cpu_instead(engine):
     """ONNX Runtime itself would only warn."""
     with pytest.raises(BrokenArtifactError, match="cannot load"):
-        graphs.load_graph(engine / "llm.onnx", optimize=False, device=graphs.CUDA)
+        graphs.load_graph(
+            engine / "llm.onnx", graphs.GraphOptions(optimize=False, device=graphs.CUDA)
+        )
 
 
 def test_providers_that_differ_from_what_was_asked_for(engine, monkeypatch):
     monkeypatch.setattr(ort.InferenceSession, "get_providers", lambda _: ["OtherProvider"])
     with pytest.raises(BrokenArtifactError, match=r"put .* on OtherProvider"):
-        graphs.load_graph(engine / "llm.onnx", optimize=False)
+        graphs.load_graph(engine / "llm.onnx", graphs.GraphOptions(optimize=False))
 
 
 def test_engines_of_another_version_open(engine):

@@ -41,7 +41,7 @@ def path(case, tmp_path):
 
 @pytest.mark.skipif(not HAS_LARGE_PAGES, reason="this system has no large pages")
 def test_weights_are_mapped_once_for_the_sessions_lifetime(case, path):
-    session = graphs.load_graph(path, optimize=False, own_kernels=True)
+    session = graphs.load_graph(path, graphs.GraphOptions(optimize=False, own_kernels=True))
     (flags,) = mappings(path.with_suffix(".data"))
     assert "hg" in flags.split()
     x = np.random.default_rng(2).standard_normal((1, 3, 64), np.float32)
@@ -55,7 +55,7 @@ def test_weights_that_are_packed_in_the_file_are_not_packed_in_memory_again(tiny
     """ONNX Runtime would pack weights that it gets as external memory."""
     graph = tiny_engine / "decode.onnx"
     assert b"prepacked" in graph.read_bytes()
-    session = graphs.load_graph(graph, optimize=False, own_kernels=True)
+    session = graphs.load_graph(graph, graphs.GraphOptions(optimize=False, own_kernels=True))
     assert not any("hg" in flags.split() for flags in mappings(graph.with_suffix(".data")))
     del session
 
@@ -64,7 +64,7 @@ def test_an_older_runtime_maps_them_itself(case, path, monkeypatch):
     """It would copy external memory."""
     monkeypatch.setattr(graphs.ort, "__version__", "1.30.2")
     monkeypatch.setattr(graphs, "_lend", None)
-    session = graphs.load_graph(path, optimize=False, own_kernels=True)
+    session = graphs.load_graph(path, graphs.GraphOptions(optimize=False, own_kernels=True))
     x = np.ones((1, 1, 64), np.float32)
     expected = product(instruction_sets()[0], case, x[0])
     assert session.run(None, {"x": x})[0].tobytes() == expected.tobytes()

@@ -14,6 +14,7 @@ import pytest
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.scheduler import step_lock
 from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -51,7 +52,9 @@ def _asks() -> list[Ask]:
             lambda llm: _ids(llm.generate(prompt, **fixed)),
             lambda llm: _ids(llm.generate([message], **{**fixed, "sampling": GREEDY})),
             lambda llm: _ids(llm.generate(prompt, speculative=False, **fixed)),
-            lambda llm: _ids(llm.generate_text(f"{SYSTEM} {prompt}", **text, **fixed)),
+            lambda llm: _ids(
+                llm.generate_text(GenerationRequest(text=f"{SYSTEM} {prompt}", **text, **fixed))
+            ),
         ]
 
     return [ask for seed in range(6) for ask in by_entry(seed)]

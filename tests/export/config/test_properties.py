@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, OnnxRuntimeRunner
-from edgellm.device_runtime.runners.onnxruntime_graphs import load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 from edgellm.export import models
 from edgellm.export.checkpoints.hf import TensorInfo
 from edgellm.export.checkpoints.vlm import own_name
@@ -87,7 +87,7 @@ def exported(config: dict[str, Any], model: PreTrainedModel, folder: Path) -> De
         Tensors(model),
         recurrent=None if recurrences is None else recurrences.spec,
     )
-    loaded = LoadedGraph(load_graph(folder / "model.onnx", threads=1))
+    loaded = LoadedGraph(load_graph(folder / "model.onnx", GraphOptions(threads=1)))
     runner = OnnxRuntimeRunner(graphs=[loaded], kv=spec.kv, capacity=CAPACITY)
     return DecoderNetwork(
         runner=runner, spec=spec, capacity=CAPACITY, commit=open_commit(folder) if commit else None

@@ -14,6 +14,7 @@ import pytest
 from inside_server import Inside, serving_inside
 
 from edgellm.device_runtime import LLM, RequestOutput, SamplingParams, SpecOptions
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.models import read_models
 from edgellm.tools.serve.settings import Settings
@@ -133,7 +134,9 @@ def _answers(
         stops = () if ends is None else (ends[at],)
         sampling = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=stops)
         options = {"add_special_tokens": False, "max_generate_length": 12, "stop": ()}
-        answers.append(llm.generate_text(prompt, sampling=sampling, **options))
+        answers.append(
+            llm.generate_text(GenerationRequest(text=prompt, sampling=sampling, **options))
+        )
     for _ in llm.together(answers):
         pass
     return answers

@@ -15,6 +15,7 @@ from lettered_engine import with_letters
 
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.sampling.guidance import Guide
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
@@ -69,12 +70,14 @@ def test_every_family_reads_what_its_grammar_lets_through(llm, kind, several):
             temperature=4.0, top_p=1.0, top_k=0, seed=seed, guide=Guide("lark", grammar)
         )
         answer = llm.generate_text(
-            "Hi",
-            sampling=sampling,
-            max_generate_length=900,
-            stop=(),
-            add_special_tokens=True,
-            shown_tokens=kind.shown,
+            GenerationRequest(
+                text="Hi",
+                sampling=sampling,
+                max_generate_length=900,
+                stop=(),
+                add_special_tokens=True,
+                shown_tokens=kind.shown,
+            )
         )
         list(answer)
         assert answer.finish_reason == "stop", answer.text

@@ -205,7 +205,7 @@ def test_reasoning_calls_and_results_go_back_into_the_template(model, template):
     model = model(template)
     body, text = _text(model, QUESTION, **ASKED)
     assert "weather" in text or template in (HARMONY, QWEN3)  # these show no tools here
-    writer = ChatWriter(body, model, "m")
+    writer = ChatWriter(body=body, llm=model, model="m")
     events = [event for letter in answered for event in writer.step(Step((9,), letter))]
     events += writer.end(FIGURES)
     choice = writer.whole(FIGURES)["choices"][0]
@@ -216,7 +216,7 @@ def test_reasoning_calls_and_results_go_back_into_the_template(model, template):
     assert thought == ("" if template in (GEMMA3, PHI4) else "Hm.")
     assert [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert choice["finish_reason"] == "tool_calls"
-    cut = ChatWriter(body, model, "m")
+    cut = ChatWriter(body=body, llm=model, model="m")
     cut.step(Step((9,), answered))
     found = cut.whole(dataclasses.replace(FIGURES, finish_reason="length"))
     assert found["choices"][0]["finish_reason"] == "length"
@@ -242,7 +242,7 @@ def test_whether_reasoning_has_begun_is_read_off_the_prompt(model):
         body = ChatRequest.model_validate({"messages": [QUESTION], "chat_template_kwargs": flags})
         ask = anyio.run(ask_of, body, model, ImageRules())
         ends.append(anyio.run(prompt_end, ask, body, model))
-        writer = ChatWriter(body, model, "m", prompt_end=ends[-1])
+        writer = ChatWriter(body=body, llm=model, model="m", prompt_end=ends[-1])
         writer.step(Step((9,), "Hm.</think>Hi"))
         message = writer.whole(FIGURES)["choices"][0]["message"]
         expected = ("Hi", "Hm.") if thinks else ("Hm.</think>Hi", None)
@@ -267,7 +267,7 @@ def test_a_message_that_is_continued_may_be_inside_its_reasoning(
     body = ChatRequest.model_validate({"messages": turns})
     ask = anyio.run(ask_of, body, model, ImageRules())
     end = anyio.run(prompt_end, ask, body, model)
-    writer = ChatWriter(body, model, "m", prompt_end=end)
+    writer = ChatWriter(body=body, llm=model, model="m", prompt_end=end)
     writer.step(Step((9,), answered))
     message = writer.whole(FIGURES)["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)

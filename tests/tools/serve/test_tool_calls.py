@@ -203,7 +203,7 @@ def test_a_call_of_mistral_goes_back_into_its_template(roomy_engine, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     model = _Model(tmp_path)
     asked = _body(messages=BODY["messages"][:1])
-    writer = ChatWriter(asked, model, "m")
+    writer = ChatWriter(body=asked, llm=model, model="m")
     writer.step(Step((9,), f" [{_MW}, {_MW}]"))
     message = writer.whole(FIGURES)["choices"][0]["message"]
     assert message["content"] is None
@@ -292,7 +292,7 @@ def test_tool_choice_none_shows_the_template_no_tools(model):
     body = _body(tool_choice="none")
     ask = _ask(body, model)
     assert "# Tools" not in model.tokenizer.render(ask.prompt, **ask.template_flags)
-    writer = ChatWriter(body, model, "m")
+    writer = ChatWriter(body=body, llm=model, model="m")
     assert writer.step(Step((5,), _W))[0]["choices"][0]["delta"]["content"] == _W
 
 
@@ -310,7 +310,7 @@ FIGURES = Finished(
 
 def test_calls_of_a_stream_and_of_a_whole_answer(model):
     text = f"I look.\n{_W}"
-    writer = ChatWriter(_body(), model, "m")
+    writer = ChatWriter(body=_body(), llm=model, model="m")
     events = [*writer.begin(Started(5))]
     for index, character in enumerate(text):
         events += writer.step(Step((index + 9,), character))
@@ -329,7 +329,7 @@ def test_calls_of_a_stream_and_of_a_whole_answer(model):
 
 
 def test_an_output_without_calls_has_the_usual_finish_reason(model):
-    writer = ChatWriter(_body(), model, "m")
+    writer = ChatWriter(body=_body(), llm=model, model="m")
     writer.step(Step((9,), "no <tool"))
     whole = writer.whole(FIGURES)["choices"][0]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("no <tool", "stop")

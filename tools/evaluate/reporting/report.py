@@ -211,7 +211,7 @@ def _plots(settings: Settings, questions: Sequence[Scored]) -> Iterator[tuple[st
     categories = by_category(questions)
     if ratios := _defined(categories, speed_ratio):
         ranges = {
-            name: charts.Range(one.value, one.low, one.high, shown(one))
+            name: charts.Range(value=one.value, low=one.low, high=one.high, text=shown(one))
             for name, one in ratios.items()
         }
         yield SPEED_TITLE, charts.intervals(ranges, 1.0, "ratios by category")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.params import SamplingParams
@@ -59,14 +60,16 @@ def start(llm: LLM, ask: EngineRequest) -> RequestOutput:
         continues = continuation.goes_on(prompt, ask.template_flags)
         prompt = llm.formatter.format(prompt, ask.template_flags)
     return llm.generate_text(
-        prompt,
-        images=ask.images,
-        add_special_tokens=not isinstance(ask.prompt, list),
-        continues=continues,
-        sampling=ask.sampling,
-        max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
-        stop=ask.stop,
-        shown_tokens=ask.shown_tokens,
-        priority=ask.priority,
-        lora=ask.lora,
+        GenerationRequest(
+            text=prompt,
+            images=ask.images,
+            add_special_tokens=not isinstance(ask.prompt, list),
+            continues=continues,
+            sampling=ask.sampling,
+            max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
+            stop=ask.stop,
+            shown_tokens=ask.shown_tokens,
+            priority=ask.priority,
+            lora=ask.lora,
+        )
     )

@@ -49,4 +49,4 @@ class OutputFormat:
         is_new = prompt_end.rstrip().endswith(opening)
         is_begun = not is_new and prompt_end.startswith(opening)
         is_inside = is_new or is_begun
-        return ThinkReader(self.thinking, calls, is_inside=is_inside, is_begun=is_begun)
+        return ThinkReader(form=self.thinking, inner=calls, is_inside=is_inside, is_begun=is_begun)

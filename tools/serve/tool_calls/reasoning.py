@@ -16,9 +16,9 @@ class ThinkReader:
 
     def __init__(
         self,
+        *,
         form: ThinkForm,
         inner: CallReader | None,
-        *,
         is_inside: bool,
         is_begun: bool = False,
     ) -> None:

@@ -50,10 +50,10 @@ class Blocks:
 
     def __init__(
         self,
+        *,
         base: Base,
         method: str,
         taps: tuple[int, ...],
-        *,
         draft_vocab_size: int,
         block_size: int,
         num_layers: int,
@@ -78,8 +78,8 @@ class Blocks:
         self._has_norms = hasattr(base.layers[-1].get_submodule("self_attn"), "q_norm")
         self.module = BlockDraft(
             # One position per token, also after images.
-            replace(draft_shape(base.config, draft_vocab_size, len(taps)), mrope_section=()),
-            num_layers,
+            shape=replace(draft_shape(base.config, draft_vocab_size, len(taps)), mrope_section=()),
+            num_layers=num_layers,
             has_norms=self._has_norms,
             has_head=draft_vocab_size < vocab_size,
             markov=(vocab_size, _RANK) if self._is_dspark else None,

@@ -70,9 +70,9 @@ class BlockDraft(Unrolled):
 
     def __init__(
         self,
+        *,
         shape: DraftShape,
         num_layers: int,
-        *,
         has_norms: bool,
         has_head: bool,
         markov: tuple[int, int] | None = None,

@@ -199,7 +199,7 @@ class ChatWriter:
 
     framing, last = EVENTS, b"data: [DONE]\n\n"
 
-    def __init__(self, body: ChatRequest, llm: LLM, model: str, *, prompt_end: str = "") -> None:
+    def __init__(self, *, body: ChatRequest, llm: LLM, model: str, prompt_end: str = "") -> None:
         """Create the writer; `prompt_end` is the end of the formatted messages."""
         self._end_ids = body.ends(llm.manifest.eos_token_ids)
         hidden = llm.tokenizer.hidden_ids(body.answer_form(llm).shown_tokens)
