@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ Bool = NDArray[np.bool_]
 RowKey = int | str  # prefix cache key of a position: a token id, or the hash of an image
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRows:
     """Image embeddings of a prompt: token id V + n is embedding n."""
 
@@ -24,18 +24,20 @@ class ImageRows:
     deepstack: F32  # [L, N, H]; L may be 0
     # [3, S]: M-RoPE positions of the prompt; later ones follow the largest. None: as in text.
     positions: I64 | None = None
-    keys: Mapping[int, RowKey] = field(kw_only=True)  # by token id V + n
+    keys: Mapping[int, RowKey]  # by token id V + n
 
     def between(self, begin: int, end: int) -> ImageRows:
         """Embeddings [begin, end) only, without positions and keys."""
-        return ImageRows(self.embeds[begin:end], self.deepstack[:, begin:end], keys={})
+        return ImageRows(
+            embeds=self.embeds[begin:end], deepstack=self.deepstack[:, begin:end], keys={}
+        )
 
     @classmethod
     def none(cls, hidden_size: int, num_deepstack: int) -> ImageRows:
         """A placeholder for text, which is not used."""
         shape = 1, hidden_size
-        zeros = np.zeros(shape, np.float32), np.zeros((num_deepstack, *shape), np.float32)
-        return cls(*zeros, keys={})
+        deepstack = np.zeros((num_deepstack, *shape), np.float32)
+        return cls(embeds=np.zeros(shape, np.float32), deepstack=deepstack, keys={})
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -240,9 +240,9 @@ class ImageReader:
         ids[places] = self._decoder.vocab_size + np.arange(count)
         keys = [one.content for one in seen for _ in one.embeds]
         rows = ImageRows(
-            np.concatenate([one.embeds for one in seen]),
-            np.concatenate([one.deepstack for one in seen], axis=1),
-            positions,
+            embeds=np.concatenate([one.embeds for one in seen]),
+            deepstack=np.concatenate([one.deepstack for one in seen], axis=1),
+            positions=positions,
             keys=dict(enumerate(keys, self._decoder.vocab_size)),
         )
         return Prompt(ids.tolist(), rows)

@@ -199,7 +199,9 @@ def test_logits_and_taps_equal_transformers(exported, session, chunks):
     prompt = Prompt.make(spec.images.num_deepstack)
     three = spec.position_axes == 3
     positions = prompt.positions[:, :35] if three else None
-    session.kv.images = ImageRows(prompt.embeds, prompt.deepstack, positions, keys={})
+    session.kv.images = ImageRows(
+        embeds=prompt.embeds, deepstack=prompt.deepstack, positions=positions, keys={}
+    )
     logits, taps, begin = [], [], 0
     for size in chunks:
         rows = slice(begin, begin + size)
@@ -220,7 +222,9 @@ def test_other_images_give_other_outputs(exported, session):
     prompt = Prompt.make(spec.images.num_deepstack)
     found = []
     for factor in (1, 2):
-        session.kv.images = ImageRows(factor * prompt.embeds, prompt.deepstack, keys={})
+        session.kv.images = ImageRows(
+            embeds=factor * prompt.embeds, deepstack=prompt.deepstack, keys={}
+        )
         found.append(session.run(prompt.ids, 0, np.array([39])).logits.copy())
     assert np.abs(found[0] - found[1]).max() > 0.1
 

@@ -68,9 +68,9 @@ def random_images(spec: DecoderSpec, seed: int) -> ImageRows:
         positions[:, 0] = 0
     shape = IMAGE_ROWS, spec.hidden_size
     return ImageRows(
-        rng.standard_normal(shape, np.float32),
-        rng.standard_normal((spec.images.num_deepstack, *shape), np.float32),
-        positions,
+        embeds=rng.standard_normal(shape, np.float32),
+        deepstack=rng.standard_normal((spec.images.num_deepstack, *shape), np.float32),
+        positions=positions,
         keys={VOCABULARY + row: f"{seed}" for row in range(IMAGE_ROWS)},
     )
 

@@ -160,7 +160,7 @@ def _count_image(session: DecoderNetwork, spec: DecoderSpec, counter: Counter) -
     assert spec.images is not None
     shape = IMAGE_ROWS, spec.hidden_size
     levels = np.zeros((spec.images.num_deepstack, *shape), np.float32)
-    session.kv.images = ImageRows(np.zeros(shape, np.float32), levels, keys={})
+    session.kv.images = ImageRows(embeds=np.zeros(shape, np.float32), deepstack=levels, keys={})
     ids = spec.vocab_size + np.arange(IMAGE_ROWS)
     _ = session.run(ids, 0, np.zeros(1, np.int64)).token_ids
     counter.show("image")

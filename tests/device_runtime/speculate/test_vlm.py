@@ -208,8 +208,8 @@ def test_a_draft_attends_to_image_tokens(mrope_draft):
     ids = np.array([70, 71, VOCAB, VOCAB + 1, 72])
     rows = np.random.default_rng(2).standard_normal((2, BASE_HIDDEN), np.float32)
     none = np.zeros((0, 2, BASE_HIDDEN), np.float32)
-    first = _candidates(mrope_draft, ids, ImageRows(rows, none, keys={}))
-    second = _candidates(mrope_draft, ids, ImageRows(rows[::-1], none, keys={}))
+    first = _candidates(mrope_draft, ids, ImageRows(embeds=rows, deepstack=none, keys={}))
+    second = _candidates(mrope_draft, ids, ImageRows(embeds=rows[::-1], deepstack=none, keys={}))
     np.testing.assert_allclose(first[:2], second[:2], atol=1e-6)
     assert np.abs(first[2:] - second[2:]).max(axis=1).min() > 1e-3
 
@@ -223,7 +223,9 @@ def test_draft_applies_mrope(mrope_draft):
     image = text.copy()
     image[1, 3:7] = [3, 3, 4, 4]
     found = {
-        name: _candidates(mrope_draft, ids, ImageRows(rows, none, positions, keys={}))
+        name: _candidates(
+            mrope_draft, ids, ImageRows(embeds=rows, deepstack=none, positions=positions, keys={})
+        )
         for name, positions in {
             "none": None,
             "text": text,

@@ -75,8 +75,8 @@ def test_image_rows_are_read_by_the_passes_that_have_some(engines, tmp_path):
     assert spec.images is not None
     levels = spec.images.num_deepstack
     images = ImageRows(
-        random.standard_normal((ROWS, spec.hidden_size), np.float32),
-        random.standard_normal((levels, ROWS, spec.hidden_size), np.float32),
+        embeds=random.standard_normal((ROWS, spec.hidden_size), np.float32),
+        deepstack=random.standard_normal((levels, ROWS, spec.hidden_size), np.float32),
         keys={},
     )
     rows = spec.vocab_size + np.arange(ROWS)
