@@ -35,6 +35,7 @@ from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engi
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, runners
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.kernels.triton.catalog import keep_rows
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Planes
@@ -62,11 +63,11 @@ def test_the_oracle_has_the_requested_acceptance_rate(eagle_pairs, monkeypatch, 
     plain, _ = _answer(llm, speculative=False)
     assert len(plain.token_ids) == TOKENS
     moved = []
-    compact = llm.base.compact
+    compact = SequenceKV.compact
     monkeypatch.setattr(
-        llm.base,
+        SequenceKV,
         "compact",
-        lambda *arguments: (moved.append(arguments[1].tolist()), compact(*arguments)),
+        lambda self, length, rows: (moved.append(rows.tolist()), compact(self, length, rows)),
     )
     clocks.reset()
     before, text = llm._drafters, [*plain.prompt.token_ids, *plain.token_ids]
