@@ -50,7 +50,7 @@ ADAPTER_WEIGHTS = "adapter_weights"  # float32; A [rank, in] and B [rank, out] o
 ADAPTER_TABLE = "adapter_table"  # int64 [adapters, layers, 3]; rank, offsets of A and of B
 
 # Engines for GPUs hold adapters in places, which do not move; adapter n is in place n - 1. Products
-# of weights of G layers side by side have N columns for all places, one place after the other; a
+# of concatenated weights of G layers have N columns for all places, one place after the other; a
 # TensorRT engine also takes passes that are given one, for rows without adapters.
 ADAPTER_COLUMNS = "adapter_columns."  # N as a symbol, before G
 ADAPTER_MASK = "adapter_mask."  # before G: bool [1, S, N]; whether a token uses a column
@@ -58,7 +58,7 @@ ADAPTER_DOWN, ADAPTER_UP = "adapter_down.", "adapter_up."  # prefixes of `adapte
 
 
 def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
-    """Name of what adapters are to a product of the weights of layers side by side.
+    """Name of the adapters' part of a product with concatenated weights of layers.
 
     `ADAPTER_DOWN`: activations [N, in]; of a place A of one layer after that of the other.
     `ADAPTER_UP`: activations [N, out]; B of each layer at its outputs, between zeros.

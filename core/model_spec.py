@@ -201,7 +201,7 @@ def held_bytes(cache: KVCacheSpec, length: int) -> int:
 
 
 def seen_bytes(cache: KVCacheSpec, length: int) -> int:
-    """That a pass of one token reads after so many rows."""
+    """Bytes of the cache that a pass of one token reads after `length` positions."""
     windows = cache.pages.windows if cache.pages is not None else (0,) * cache.num_layers
     return _row_bytes(cache) * sum(min(window or length, length) for window in windows)
 

@@ -143,7 +143,7 @@ def make_reference(
 
 
 def float_error(widths: Iterable[int]) -> float:
-    """How far rows may be off, relative to their size, after sums of so many products."""
+    """Relative error of float rows after sums of `widths` products."""
     return _UNIT * sum(widths)
 
 

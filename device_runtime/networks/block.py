@@ -36,7 +36,7 @@ class BlockNetwork(DraftNetwork):
     def __init__(
         self, *, runner: Runner, fuse: Runner, spec: DecoderSpec, block: BlockSpec, capacity: int
     ) -> None:
-        """`capacity`: positions of the cache, the last of which are for the block."""
+        """`capacity`: positions of the cache; the last are for the block."""
         super().__init__(runner=runner, fuse=fuse, spec=spec, capacity=capacity)
         self.block = block
         longest = capacity if block.window is None else min(capacity, block.window)

@@ -139,7 +139,7 @@ def test_attention_by_edgellm_s_kernels(tmp_path, kv_cache, tolerance):
 
 @needs_tensorrt
 def test_answers_in_one_pass_are_those_alone(tmp_path):
-    """A piece of a prompt, a tree and a token side by side; halves differ in the last bits."""
+    """A piece of a prompt, a tree and a token in one batch; halves differ in the last bits."""
     layout = dataclasses.replace(EAGLE3, head_dim=64)
     pair = build_pair(tmp_path / "halves", layout, dtype="fp16", head_dim=64)
     options = TensorRtOptions(kernels="edgellm")

@@ -57,7 +57,7 @@ def _open_draft(engine):
 
 
 def test_a_pass_is_recorded_once_and_replayed(engines, monkeypatch):
-    """Its fourth run gives what its first gave, which nobody recorded."""
+    """Its fourth run gives what its first gave, which was not recorded."""
     recorded, replayed, capture = [], [], CudaDevice.capture
 
     def counted(device, enqueue):

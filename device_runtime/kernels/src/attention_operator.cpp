@@ -113,7 +113,7 @@ enum {
   kCount
 };
 
-// Inputs: q [1, S, heads * D], or q, k and v side by side with k and v left out; k, v [1, S, kv_heads * D];
+// Inputs: q [1, S, heads * D], or q, k and v concatenated, with k and v left out; k, v [1, S, kv_heads * D];
 // past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
 // order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
 // [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its

@@ -10,7 +10,7 @@ bias of `ssm_dt`; Mamba 2 has A and D as columns and its norm as [groups, size].
   tensor `ssm_in`, as Hugging Face); norms but `ssm_norm` plus 1.
 * Qwen3.5: the same norms; value heads in another order (`gguf_orders.tiled`); layers after the
   last are those of multi-token prediction.
-* Granite 4: pairs of queries and keys side by side as in Granite 3, gates and ups apart. One
+* Granite 4: pairs of queries and keys adjacent as in Granite 3, gates and ups apart. One
   without Mamba is a file of Granite 3.
 * Falcon-H1: all factors are part of the weights. Where the head is the embedding, that of the
   logits is lost.

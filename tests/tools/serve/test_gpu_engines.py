@@ -1,4 +1,4 @@
-"""Adapters and pictures side by side with an engine for GPUs, on the one not there."""
+"""Adapters and pictures in one batch with an engine for GPUs, on a fake GPU."""
 
 from __future__ import annotations
 

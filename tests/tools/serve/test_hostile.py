@@ -165,7 +165,7 @@ ACTS = {
 
 
 class Watched:
-    """A server with the number of files and threads that it has open when nobody asks."""
+    """A server with the number of files and threads that it has open without requests."""
 
     def __init__(self, server: ServerProcess, **headers: str) -> None:
         self.server, self.headers = server, headers

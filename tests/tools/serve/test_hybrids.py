@@ -128,7 +128,7 @@ def _tokens(llm: LLM, prompts: list[list[int]], ends: list[int] | None = None) -
 def _answers(
     llm: LLM, prompts: list[list[int]], ends: list[int] | None = None
 ) -> list[RequestOutput]:
-    """Side by side, up to twelve tokens or its end token each."""
+    """Concurrently, up to twelve tokens or its end token each."""
     answers = []
     for at, prompt in enumerate(prompts):
         stops = () if ends is None else (ends[at],)

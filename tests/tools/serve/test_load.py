@@ -1,4 +1,4 @@
-"""A short run of benchmarks/serving.py: no answer is wrong, none belongs to somebody else."""
+"""A short run of benchmarks/serving.py: no answer is wrong, none belongs to another client."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def test_adapters_are_models(adapted, adapters, expected):
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("completions", {"model": "nobody", "prompt": "w9"}, 404, "no model 'nobody' here"),
-        ("unload_lora_adapter", {"lora_name": "nobody"}, 404, "no model 'nobody' here"),
+        ("completions", {"model": "unknown", "prompt": "w9"}, 404, "no model 'unknown' here"),
+        ("unload_lora_adapter", {"lora_name": "unknown"}, 404, "no model 'unknown' here"),
         ("unload_lora_adapter", {"lora_name": "tiny"}, 400, "this is the base"),
         ("load_lora_adapter", {"lora_name": "tiny", "lora_path": "/"}, 400, "the base has this"),
         ("load_lora_adapter", {"lora_name": "a", "lora_path": "/etc"}, 400, "outside the folders"),

@@ -171,7 +171,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 class Meal(BaseModel):
-    "What somebody ate."
+    "What was eaten."
     fruit: Literal["apple", "pear"]
     count: int = Field(ge=0, le=9)
 

@@ -37,11 +37,11 @@ def test_a_changed_source_is_not_sent(bundle, device):
 def test_foreign_files_are_not_overwritten(bundle, device):
     place = device.home / "models/bundle"
     place.mkdir(parents=True)
-    (place / "model.onnx").write_text("of somebody else")
+    (place / "model.onnx").write_text("of another program")
     with pytest.raises(EdgeLLMError, match=r"not from an earlier transfer: model\.onnx") as found:
         deliver_to(bundle, PLACE)
     assert "another folder" in found.value.hint
-    assert (place / "model.onnx").read_text() == "of somebody else"
+    assert (place / "model.onnx").read_text() == "of another program"
     (place / "model.onnx").unlink()
     make_bundle(place, {"draft.bin": b"x"}, kind="draft_bundle")
     with pytest.raises(EdgeLLMError, match=r"not from an earlier transfer: manifest\.json"):

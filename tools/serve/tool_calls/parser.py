@@ -60,7 +60,7 @@ def is_begun(text: str, marks: Iterable[str]) -> bool:
 def cut_calls(text: str, tools: Tools) -> list[Call] | None:
     """The complete calls of a JSON text that ends in the middle of a call; None: it is no call.
 
-    Calls stand side by side, or in a list.
+    Calls follow each other, or are in a list.
     """
     calls: list[Call] = []
     rest = text.lstrip(_BETWEEN)

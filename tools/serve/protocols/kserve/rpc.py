@@ -59,7 +59,7 @@ class _Connection:
     scope: dict[str, Any]
 
     def __init__(self, leases: ExitStack, num_bytes: int) -> None:
-        """`leases` ends with the request, whose message has so many bytes."""
+        """`leases` ends with the request; the message has `num_bytes`."""
         self.scope = {LEASES: leases, BODY_BYTES: num_bytes}
 
     async def receive(self) -> Message:
