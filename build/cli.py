@@ -222,7 +222,7 @@ def _check_kernels(kernels: str, library: str) -> None:
 def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
     from edgellm.device_runtime.runners.pass_timing import BUDGET_S
 
-    graphs = ", ".join(f"{g.precision} up to {g.max_rows} rows" for g in built.main_graphs)
+    graphs = ", ".join(f"{g.precision} up to {g.max_rows} tokens" for g in built.main_graphs)
     where = engine_dir / DRAFT_FOLDER if built.kind == DRAFT_ENGINE else engine_dir
     typer.echo(
         f"{where}: {built.library} {built.backend_version}, {graphs}; "
@@ -230,9 +230,9 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
     )
     show_notes(built.options, seconds)
     for kind, costs in built.cost_ms.items():
-        prompts = f"; prompts in passes of {built.prefill_rows} rows" if kind == PASS else ""
+        prompts = f"; prefill in chunks of {built.prefill_rows} tokens" if kind == PASS else ""
         listed = _listed(costs, built.estimated.get(kind, []))
-        typer.echo(f"{measured_name(kind)} takes (rows: ms) {listed}{prompts}")
+        typer.echo(f"{measured_name(kind)} takes, in ms by tokens: {listed}{prompts}")
     if built.estimated:
         typer.echo(f"~ is estimated from smaller passes: a build times {BUDGET_S:.0f} s at most")
 

@@ -85,7 +85,7 @@ def measured_name(kind: str) -> str:
     """Name of a kind of pass for users."""
     alone, _, sequences = kind.partition(_SHARED_BY)
     name = next(role.measured[alone] for role in ROLES.values() if alone in role.measured)
-    return f"{name} of {sequences} answers with as many rows each" if sequences else name
+    return f"{name} of {sequences} sequences with as many tokens each" if sequences else name
 
 
 def shared_kind(kind: str, sequences: int) -> str:

@@ -65,8 +65,8 @@ def check_experts(source: Source, graph: Path, engine: Rounds) -> str:
         return ""
     count = sum(layer.count for layer in layers)
     return (
-        f"{source.role}: each of {count} experts alone is off by {worst:.2g} at most from the "
-        f"portable graph's (rounding may take them {bound:.2g})"
+        f"{source.role} passed: {count} experts, each alone, relative error {worst:.2g} "
+        f"(limit {bound:.2g})"
     )
 
 
@@ -74,7 +74,7 @@ def _other(layer: ExpertLayer, index: int, off: float, allowed: float) -> EdgeLL
     name = layer.name[max(layer.name.find("model."), 0) :]
     return EdgeLLMError(
         f"expert {index} of {name} computes something else than that of the portable graph: "
-        f"it is off by {off:.2g} of its size, rounding may take it {allowed:.2g}",
+        f"its relative error is {off:.2g}, the limit is {allowed:.2g}",
         hint="report it with the bundle's manifest; --noCheck builds without this comparison",
     )
 

@@ -142,15 +142,15 @@ def require_alike(
     worst = max(off, key=lambda name: off[name] / bounds[name])
     if off[worst] > bounds[worst]:
         raise EdgeLLMError(
-            f"the lowered {role} graph computes something else than the portable one: a row of "
-            f"{worst} is off by {off[worst]:.2g} of its size, rounding may take it "
-            f"{bounds[worst]:.2g}; it begins {_place(reference, open_lowered)}",
+            f"the lowered {role} graph computes something else than the portable one: {worst} has "
+            f"a relative error of {off[worst]:.2g}, the limit is {bounds[worst]:.2g}; it begins "
+            f"{_place(reference, open_lowered)}",
             hint="report it with the bundle's manifest; --noCheck builds without this comparison",
         )
     rows = max(array.shape[-2] for array in found.values())
     return Verdict(
-        f"{role}: {rows} rows are off by {off[worst]:.2g} of their size at most from the portable "
-        f"graph's (rounding may take them {bounds[worst]:.2g})",
+        f"{role} passed: {rows} tokens, relative error {off[worst]:.2g} "
+        f"(limit {bounds[worst]:.2g})",
         reference.seconds + time.perf_counter() - start,
     )
 

@@ -211,9 +211,9 @@ def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precis
         built = build_engine("llm", bundle, tmp_path / "e", plan, backend, _silent)
     (said,) = built.options["checks"]
     error, bound = (
-        float(said.split(before)[1].split()[0].strip("()")) for before in ("off by ", "take them ")
+        float(said.split(before)[1].split()[0].strip("()")) for before in ("error ", "limit ")
     )
-    assert "12 rows" in said
+    assert "12 tokens" in said
     assert error <= bound / 2
     assert built.options["check_s"] > 0
 
@@ -224,7 +224,7 @@ def test_layers_may_read_the_embedding_unrounded(tmp_path):
     export_llm(open_checkpoint(str(checkpoint)), tmp_path / "bundle", ExportOptions(dtype="fp16"))
     plan = dataclasses.replace(PLANS["own floats"], quantize="int8")
     built = build_engine("llm", tmp_path / "bundle", tmp_path / "e", plan, "onnxruntime", _silent)
-    assert "12 rows are off by" in built.options["checks"][0]
+    assert "12 tokens, relative error" in built.options["checks"][0]
 
 
 # --------------------------------------------------------------------------- embeddings
@@ -257,7 +257,7 @@ TABLE_PLANS = [dataclasses.replace(plan, options=OWN) for plan in (INT4, INT8)]
 @pytest.mark.parametrize("plan", TABLE_PLANS, ids=lambda plan: plan.quantize)
 def test_rounding_of_the_embedding_counts(outliers, tmp_path, plan):
     built = build_engine("llm", outliers, tmp_path / "engine", plan, "onnxruntime", _silent)
-    assert "12 rows are off by" in built.options["checks"][0]
+    assert "12 tokens, relative error" in built.options["checks"][0]
 
 
 def rows_of_neighbours(graph: GraphEditor, look_up: ir.Node) -> None:

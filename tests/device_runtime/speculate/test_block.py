@@ -201,7 +201,7 @@ def test_quantized_engines_are_close(engines, name, precision, tmp_path):
         "draft", pair.draft_bundle, tmp_path / "e", draft_plan(precision), "onnxruntime", print
     )
     assert built.main_graphs[0].precision == precision
-    assert "rows are off by" in built.options["checks"][0]
+    assert "tokens, relative error" in built.options["checks"][0]
     session = open_block(tmp_path / "e" / "draft", built)
     reference = BlockReference(pair.base_checkpoint, layout)
     taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))

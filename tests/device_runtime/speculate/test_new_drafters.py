@@ -158,8 +158,8 @@ def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
         sizes = ("--maxInputLen", "64", "--maxKVCacheCapacity", "128", "--threads", "1")
         app([*folders, *sizes, "--eagleDraft"], standalone_mode=False)
         built = capsys.readouterr().out
-        assert "check: foresight: 3 rows are off" in built
-        assert "a glance takes (rows: ms) 1: " in built
+        assert "check: foresight passed: 3 tokens, relative error" in built
+        assert "a glance takes, in ms by tokens: 1: " in built
         for asked in ({"spec": "foresight"}, {"eagle": True}):
             flags = SpecFlags(tree="fixed", verify_size=12, **asked)
             llm = LLM(engine, spec=flags.read())
