@@ -176,8 +176,8 @@ def _run(
 
     left = _left(requests, run)
     if run.answered and left:
-        going_on = f"resuming with request {left[0]} of {len(requests)}"
-        typer.echo(f"{going_on}; {len(run.answered)} are finished", err=True)
+        progress = f"resuming with request {left[0]} of {len(requests)}"
+        typer.echo(f"{progress}; {len(run.answered)} are finished", err=True)
     for _ in range(warmup if left else 0):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
     try:

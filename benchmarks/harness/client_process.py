@@ -102,7 +102,7 @@ def run_genai(path: str, load: Load) -> tuple[list[Seen], float]:
     model = og.Model(config)
     tokenizer, engine, questions = og.Tokenizer(model), og.Engine(model), Questions(load)
     buffer = engine.create_event_buffer(4 * MOST)
-    going, answers, used_s = [], [], time.process_time()
+    running, answers, used_s = [], [], time.process_time()
 
     def begin(text: str) -> None:
         request = engine.create_request()
@@ -110,22 +110,22 @@ def run_genai(path: str, load: Load) -> tuple[list[Seen], float]:
         options.set_max_generated_tokens(load.tokens)
         options.set_min_generated_tokens(load.tokens)
         options.set_do_sample(False)
-        going.append((request, time.monotonic(), []))
+        running.append((request, time.monotonic(), []))
         request.begin_turn(np.array(tokenizer.encode(_chat(text)), np.int32), options)
 
     while True:
-        for text in questions.take(load.clients - len(going)):
+        for text in questions.take(load.clients - len(running)):
             begin(text)
-        if not going:
+        if not running:
             return answers, time.process_time() - used_s
         for event in engine.run(buffer):
-            entry = next(one for one in going if one[0] == event.request)
+            entry = next(one for one in running if one[0] == event.request)
             flags = og.EngineEventFlags
             if int(event.flags) & int(flags.TOKEN):
                 entry[2].append(time.monotonic())
             if int(event.flags) & int(flags.TURN_FINISHED):
                 answers.append(Seen(entry[1], entry[2], len(entry[2])))
-                going.remove(entry)
+                running.remove(entry)
                 entry[0].close()
 
 
@@ -160,19 +160,19 @@ def run_vllm(path: str, load: Load) -> tuple[list[Seen], float]:
         EngineArgs(path, dtype="bfloat16", max_model_len=1024, max_num_seqs=MOST)
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=load.tokens, ignore_eos=True)
-    names, questions, going = map(str, itertools.count()), Questions(load), dict[str, Seen]()
+    names, questions, running = map(str, itertools.count()), Questions(load), dict[str, Seen]()
     answers, used_s = list[Seen](), time.process_time()
     while True:
-        for text in questions.take(load.clients - len(going)):
+        for text in questions.take(load.clients - len(running)):
             name = next(names)
-            going[name] = Seen(time.monotonic(), [], load.tokens)
+            running[name] = Seen(time.monotonic(), [], load.tokens)
             engine.add_request(name, _chat(text), sampling)
-        if not going:
+        if not running:
             return answers, time.process_time() - used_s
         for output in engine.step():
-            going[output.request_id].times.append(time.monotonic())
+            running[output.request_id].times.append(time.monotonic())
             if output.finished:
-                answers.append(going.pop(output.request_id))
+                answers.append(running.pop(output.request_id))
 
 
 RUNNERS = {"genai": run_genai, "llama": run_llama, "vllm": run_vllm}

@@ -164,7 +164,7 @@ def _with_vocabulary(
     kind = kinds.find(config.method)
     if not hasattr(kind, "with_vocabulary"):
         raise UnsupportedModelError(
-            f"--draft_vocab_size: what a draft of {config.method} predicts was settled in training",
+            f"--draft_vocab_size: training has fixed what a draft of {config.method} predicts",
             hint="leave it out; it is for multi-token prediction, which has its base's head",
         )
     return kind.with_vocabulary(config, base, size)

@@ -163,10 +163,13 @@ def _emit(
     graph: GraphEditor,
     layer: CachedAttention,
     index: int,
-    told: tuple[ir.Value, ir.Value],
+    places_and_table: tuple[ir.Value, ir.Value],
     kernels: Kernels,
 ) -> ir.Value:
-    """The nodes of a layer; y [1, S, num_heads * D]. `told`: write positions, and the table."""
+    """The nodes of a layer; y [1, S, num_heads * D].
+
+    `places_and_table` are the write positions and the table of caches.
+    """
     seen = layer.visible.producer()
     assert seen is not None
     tree, places = seen.inputs[:2]
@@ -180,7 +183,7 @@ def _emit(
     (q,) = _node(
         graph,
         STORE_ROWS,
-        [rotated.q, rotated.k, layer.v, *rotated.tables, *told],
+        [rotated.q, rotated.k, layer.v, *rotated.tables, *places_and_table],
         rows,
         **given,
         own_tables=rotated.own_tables,
@@ -188,7 +191,7 @@ def _emit(
     parts, stats = _node(
         graph,
         ATTEND,
-        [q, tree, places, *told],
+        [q, tree, places, *places_and_table],
         [(_F32, [None, heads, size]), (_F32, ["rows", None, heads, 2])],
         **given,
         window=_window(layer),

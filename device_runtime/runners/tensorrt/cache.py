@@ -107,7 +107,7 @@ class DeviceCache:
         self._device.move_rows(self._planes, packed.addresses["rows"], len(rows), length)
         self._is_moving = True
 
-    def settled(self) -> None:
+    def on_synchronized(self) -> None:
         """Called after a synchronization of the device."""
         self._is_moving = False
 

@@ -129,7 +129,7 @@ class KernelCache:
         self._device.launch(self._keep, grid, (*given, self._spec.head_dim))
         self._num_moving += 1
 
-    def settled(self) -> None:
+    def on_synchronized(self) -> None:
         """Called after a synchronization of the device."""
         self._num_moving = 0
 

@@ -1,6 +1,6 @@
 """Passes of several sequences over one cache: their rows stand one after the other.
 
-Kernels are told where the rows of each are, in the pass and in the cache; see
+A table gives kernels the place of each sequence, in the pass and in the cache; see
 `kernels/triton/cache.py`.
 """
 

@@ -186,14 +186,14 @@ class TensorRtRunner(Runner):
         )
         if self._is_asked:
             self._device.synchronize()
-            self.settled()
+            self.on_synchronized()
         fill(bound.inputs, inputs, sizes[ROWS])
         stays = [self._place(name, inputs[name], taken[ROWS]) for name in features]
         waits = bool(picks and fetches) or not all(stays)
         self._is_asked, self._latest_picks = bool(layout), bound.pick_addresses
         bound.run(waits=waits)
         if waits:
-            self.settled()
+            self.on_synchronized()
         self._latest = self._outputs(bound, sizes, inputs)
         return self._latest
 
@@ -202,11 +202,11 @@ class TensorRtRunner(Runner):
         if self._latest is not None:
             self._latest.expire()
 
-    def settled(self) -> None:
+    def on_synchronized(self) -> None:
         """See `device_speculation.protocols.Network`."""
         self._is_asked = False
         if self._rows_memory is not None:
-            self._rows_memory.settled()
+            self._rows_memory.on_synchronized()
 
     def prepare(self) -> None:
         """Create contexts, and record the pass of plain decoding."""

@@ -76,7 +76,7 @@ class Request:
         self.leases.close()
 
 
-async def _settled():
+async def _idle():
     """Run the loop until no task can continue."""
     for _ in range(20):
         await asyncio.sleep(0.005)
@@ -106,18 +106,18 @@ def test_an_engine_in_use_is_not_unloaded_and_no_request_starves(made):
     async def run():
         first, second = await Request.of(made, "a"), await Request.of(made, "b")
         waiting = asyncio.create_task(Request.of(made, "c"))
-        await _settled()
+        await _idle()
         behind = asyncio.create_task(Request.of(made, "a"))  # a leaves, for it is the older
         other = await Request.of(made, "b")  # b does not
-        await _settled()
+        await _idle()
         assert not waiting.done()
         assert not behind.done()
         first.end()
         third = await asyncio.wait_for(waiting, 5)
-        await _settled()
+        await _idle()
         assert made._loading.log == ["+a", "+b", "-a", "+c"]
         second.end()
-        await _settled()
+        await _idle()
         assert not behind.done()  # b has another user
         other.end()
         fourth = await asyncio.wait_for(behind, 5)
@@ -154,7 +154,7 @@ def test_requests_fail_when_loading_times_out_or_the_queue_is_full(made):
         assert caught.value.status == 504
         assert (await Request.of(made, "a")).served.name == "a"  # it need not leave any more
         tasks = [asyncio.create_task(Request.of(made, "c")) for _ in range(3)]
-        await _settled()
+        await _idle()
         with pytest.raises(ApiError, match="3 requests are waiting") as caught:
             await Request.of(made, "c")
         assert caught.value.status == 429

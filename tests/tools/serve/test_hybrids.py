@@ -73,9 +73,9 @@ def test_clients_at_once_get_the_answers_alone(hybrid, alone, tmp_path, spec):
     loading = Loading(spec=SPECS[spec], contexts=tmp_path / "contexts")
     settings = Settings(queue_size=9, request_timeout_s=60)
     with serving_inside(models, loading, settings) as server, ExitStack() as leaving:
-        going = leaving.enter_context(_open(server, prompt="w80", max_tokens=100, stream=True))
-        assert going.readline().startswith(b"data: ")
-        going.close()
+        stream = leaving.enter_context(_open(server, prompt="w80", max_tokens=100, stream=True))
+        assert stream.readline().startswith(b"data: ")
+        stream.close()
         answers = _all_at_once(server, PROMPTS)
         assert [text for text, *_ in answers] == [_expected(alone, each) for each in PROMPTS]
         # As many as the caches have room for beside their next turns; none ends at a stop token

@@ -65,10 +65,10 @@ def test_a_character_of_several_tokens(tokenizers):
     ids = tokenizers["byte_level"].encode("a👩z", add_special_tokens=False)
     found = chat_logprobs(_entries(ids), _places(tokenizers["byte_level"]))
     assert [one["bytes"] for one in found] == [[97], [240, 159], [145], [169], [122]]
-    told = completion_logprobs(_entries(ids), _places(tokenizers["byte_level"]))
-    assert told["text_offset"] == [0, 1, 1, 1, 2]
-    assert told["tokens"] == ["a", "bytes:\\xf0\\x9f", "bytes:\\x91", "bytes:\\xa9", "z"]
-    assert [len(top) for top in told["top_logprobs"]] == [2] * 5
+    shown = completion_logprobs(_entries(ids), _places(tokenizers["byte_level"]))
+    assert shown["text_offset"] == [0, 1, 1, 1, 2]
+    assert shown["tokens"] == ["a", "bytes:\\xf0\\x9f", "bytes:\\x91", "bytes:\\xa9", "z"]
+    assert [len(top) for top in shown["top_logprobs"]] == [2] * 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,14 +81,14 @@ def test_all_bytes_together_are_the_text(tokenizers, family, text, begins):
     expected = "".join(map(stream.push, ids)) + stream.finish()
     found = chat_logprobs(_entries(ids), _places(tokenizer, begins=begins))
     assert b"".join(bytes(one["bytes"]) for one in found).decode() == expected
-    told = completion_logprobs(_entries(ids), _places(tokenizer, begins=begins))
+    shown = completion_logprobs(_entries(ids), _places(tokenizer, begins=begins))
     added, offsets = b"", []
     for token_id, one in zip(ids, found, strict=True):
         offsets.append(len(added.decode(errors="ignore")))
         added += bytes(one["bytes"])
         assert one["top_logprobs"][0]["bytes"] == one["bytes"]
         assert (token_id in (0, 1, 2)) <= (one["bytes"] == [])
-    assert told["text_offset"] == offsets
+    assert shown["text_offset"] == offsets
 
 
 def test_tokens_that_differ_by_a_space_have_names_of_their_own(tokenizers):
@@ -107,8 +107,8 @@ def test_special_tokens_of_a_prompt_count_where_it_spells_them_out(tokenizers):
     prompt = "<s>the</s>x"
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     for text, expected in ((prompt, [0, 3, 6, 10]), ("thex", [0, 0, 3, 3])):
-        told = completion_logprobs(_entries(ids[1:]), _places(tokenizer), ids[0], text)
-        assert told["text_offset"] == expected
+        shown = completion_logprobs(_entries(ids[1:]), _places(tokenizer), ids[0], text)
+        assert shown["text_offset"] == expected
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def test_places_in_answers(server, stream, echo):
     found = client.completions.create(**asked, echo=echo, stream=stream)
     choices = [chunk.choices[0] for chunk in (found if stream else [found])]
     text = "".join(choice.text for choice in choices)
-    told = [choice.logprobs for choice in choices if choice.logprobs is not None]
-    tokens = [token for one in told for token in one.tokens]
-    offsets = [offset for one in told for offset in one.text_offset]
+    shown = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    tokens = [token for one in shown for token in one.tokens]
+    offsets = [offset for one in shown for offset in one.text_offset]
     assert len(tokens) == (14 if echo else 9)
     for token, offset, end in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
         assert text[offset:end] in (token, "")  # "": a special token
@@ -146,6 +146,6 @@ def test_bytes_in_answers(server, stream):
     choices = [chunk.choices[0] for chunk in (found if stream else [found])]
     parts = [choice.delta if stream else choice.message for choice in choices]
     text = "".join(part.content or "" for part in parts)
-    told = [one for choice in choices if choice.logprobs for one in choice.logprobs.content]
-    assert b"".join(bytes(one.bytes) for one in told).decode() == text
-    assert all(one.top_logprobs[0].bytes == one.bytes for one in told)
+    shown = [one for choice in choices if choice.logprobs for one in choice.logprobs.content]
+    assert b"".join(bytes(one.bytes) for one in shown).decode() == text
+    assert all(one.top_logprobs[0].bytes == one.bytes for one in shown)

@@ -167,7 +167,7 @@ def _verification(growth: Growth, sequences: int, axes: int, vocab_size: int, ro
 
 
 def _slot(sequences: int) -> tuple[int, ...]:
-    """Where a pass is told whose rows it has."""
+    """The table of the sequences of a pass."""
     return TABLE if sequences > 1 else (1,)
 
 

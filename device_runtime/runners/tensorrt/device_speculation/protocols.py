@@ -34,7 +34,7 @@ class Network(Protocol):
         """A pass begins, which overwrites what the one before gave."""
         ...
 
-    def settled(self) -> None:
+    def on_synchronized(self) -> None:
         """Called after a synchronization with the device."""
         ...
 

@@ -165,8 +165,8 @@ class TensorRtRounds:
         assert self._asked is not None
         orders, shape = self._asked
         self._device.synchronize()
-        self._base.settled()
-        self._draft.settled()
+        self._base.on_synchronized()
+        self._draft.on_synchronized()
         report = {name: a.copy() for name, a in self._memory.reports[shape].arrays.items()}
         nodes, rows = shape[0], shape[0] * shape[1]
         picked = {graph_io.TOKEN_IDS: self._at["argmax"], graph_io.TOP_LOGITS: self._at["highest"]}
