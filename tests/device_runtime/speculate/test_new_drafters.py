@@ -35,7 +35,7 @@ DEFAULTS = TreeLimits(top_k=1, steps=3, verify_size=4)
 def open(order):
     check_tree_size(order)
     costs = Costs.of(order.pass_costs())
-    return LoadedDrafter(costs, lambda learned: Counting(learned, order.limits))
+    return LoadedDrafter(costs=costs, start=lambda learned: Counting(learned, order.limits))
 
 
 class Counting(TreeDrafter):
@@ -104,7 +104,11 @@ def open(order):
     network = find(ROLE).network(opened, manifest.spec, 0)
     costs = Costs.of(order.pass_costs(), None, manifest.cost_ms["glance"])
     limits = heads_limits(order, manifest.draft)
-    return LoadedDrafter(costs, lambda learned: MedusaDrafter(network, learned, limits, costs))
+
+    def start(learned):
+        return MedusaDrafter(network=network, learned=learned, limits=limits, costs=costs)
+
+    return LoadedDrafter(costs=costs, start=start)
 '''
 
 
