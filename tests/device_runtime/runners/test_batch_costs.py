@@ -52,7 +52,7 @@ def test_costs_between_measurements_are_interpolated():
     assert found.of(5, 15) == pytest.approx(9 + 5 + 0.1 * 5 * each)
     assert found.by_rows(8)[0] == pytest.approx(17.8)  # no pass has fewer rows than sequences
     assert SharedCosts.find(PASS, {PASS: {"1": 3.0}}) is None
-    assert "4 answers" in measured_name(shared_kind(PASS, 4))
+    assert "4 sequences" in measured_name(shared_kind(PASS, 4))
 
 
 def test_costs_are_monotone_in_tokens():
