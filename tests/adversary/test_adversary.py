@@ -25,7 +25,7 @@ def workshop(tmp_path_factory) -> Iterator[Workshop]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_share(workshop, name, tmp_path):
+def test_a_share_of_each_attack_finds_nothing(workshop, name, tmp_path):
     results = [
         try_case(workshop, name, 0, number, tmp_path / str(number))
         for number in range(find(name).SHARE)

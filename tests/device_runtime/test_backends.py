@@ -56,7 +56,7 @@ def test_backends_are_tried_fastest_first():
          f"backend: onnxruntime on cuda ({NO_GPU})"),
     ],
 )  # fmt: skip
-def test_auto(machine, capsys, reasons, device, taken, message):
+def test_auto_chooses_the_first_backend_that_runs(machine, capsys, reasons, device, taken, message):
     machine(**reasons)
     assert choose("auto", device) == taken
     cli.announce("auto", device)

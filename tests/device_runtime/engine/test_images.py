@@ -287,7 +287,7 @@ def _requests(folder: Path, *contents: Any) -> Path:
     return path
 
 
-def test_the_command(command, qwen, pictures, tmp_path):
+def test_llm_inference_answers_about_images(command, qwen, pictures, tmp_path):
     """Valid requests get outputs, invalid images are reported; the profile counts images."""
     truncated = tmp_path / "truncated.png"
     buffer = io.BytesIO()

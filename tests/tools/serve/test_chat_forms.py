@@ -160,7 +160,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_however_the_text_is_cut(kind):
+def test_calls_are_parsed_wherever_the_stream_is_cut(kind):
     for text, expected in CASES[kind].items():
         require_read(lambda: tool_calls.reader(kind, TOOLS), text, expected)
 

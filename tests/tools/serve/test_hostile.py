@@ -221,7 +221,7 @@ def victim(roomy_engine):
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_a_client(victim, name):
+def test_a_hostile_client_disturbs_no_other(victim, name):
     victim.survives(ACTS[name])
 
 

@@ -57,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize(("text", "expected"), CASES.items())
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
 @example(cuts=set(range(150)))
-def test_however_the_text_is_cut(text, expected, cuts):
+def test_json_calls_are_parsed_wherever_the_stream_is_cut(text, expected, cuts):
     assert read_cut(JsonFallbackParser(HermesParser(NAMES), NAMES), text, cuts) == expected
 
 

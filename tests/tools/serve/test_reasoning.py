@@ -75,7 +75,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("template", "end", "cases"), CASES)
-def test_however_the_text_is_cut(template, end, cases):
+def test_reasoning_is_separated_wherever_the_stream_is_cut(template, end, cases):
     form = OutputFormat.of(template, has_tools=True)
     for text, expected in cases.items():
         require_read(lambda: form.reader(TOOLS, end, is_guided=False), text, expected)

@@ -92,7 +92,7 @@ CASES += [(MistralParser, *case) for case in MISTRAL.items()]
 @given(cuts=st.sets(st.integers(0, 150), max_size=8))
 @example(cuts=set(range(150)))
 @example(cuts=set(range(0, 150, 11)))
-def test_however_the_text_is_cut(kind, text, expected, cuts):
+def test_tool_calls_are_parsed_wherever_the_stream_is_cut(kind, text, expected, cuts):
     assert read_cut(kind(NAMES), text, cuts) == expected
 
 
