@@ -65,6 +65,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         sys.stdout.write(f"\nFAILED {report.nodeid}\n{report.longreprtext}\n")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Refuse cases without an order: workers that collect different orders run no test."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        cases = mark.args[1] if len(mark.args) > 1 else mark.kwargs["argvalues"]
+        if isinstance(cases, (set, frozenset)):
+            raise pytest.UsageError(f"{metafunc.definition.nodeid}: sort the cases, a set")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("quick"):
         config.pluginmanager.register(without_host)
