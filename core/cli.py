@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import inspect
 import io
 import itertools
@@ -11,7 +12,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +26,7 @@ from edgellm.core.errors import EdgeLLMError
 CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
 SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
 _MAX_MESSAGE = 2000  # characters
+_COMPLETION = ("install_completion", "show_completion")  # parameters that typer adds
 _AGAIN_S = 0.01  # after which an interrupt comes again
 _DEBUG = inspect.Parameter(
     "debug",
@@ -35,28 +38,89 @@ _DEBUG = inspect.Parameter(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subcommand:
+    """A subcommand in a module of its own, which is imported when the subcommand is used."""
+
+    module: str  # its `app` is the subcommand, or has it
+    help: str
+    panel: str  # of the help
+    example: str = ""  # for the help of all
+    is_alias: bool = False  # of a command that also has a name of its own
+
+
 class _Group(TyperGroup):
     """Subcommands; the help ends with the first examples of two of them."""
 
+    owner: App
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names, in the order of the help."""
+        return [*self.owner.subcommands, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a subcommand that lies in another module."""
+        found = self.owner.subcommands.get(cmd_name)
+        if found is None:
+            return super().get_command(ctx, cmd_name)
+        app: App = importlib.import_module(found.module).app
+        self.owner.imported.append(app)
+        command = typer.main.get_command(app)
+        command = getattr(command, "commands", {}).get(cmd_name, command)
+        command.params = [one for one in command.params if one.name not in _COMPLETION]
+        return command
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the subcommands by panel, without importing them."""
+        if not self.owner.subcommands:
+            super().format_commands(ctx, formatter)
+            return
+        for panel in dict.fromkeys(one.panel for one in self.owner.subcommands.values()):
+            with formatter.section(panel):
+                named = self.owner.subcommands.items()
+                formatter.write_dl([(name, one.help) for name, one in named if one.panel == panel])
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - of typer
         """Write the examples as they are, unwrapped."""
-        commands = self.commands.values()
-        _write_examples(formatter, [(one.epilog or "").split("\n")[0] for one in commands][:2])
+        imported = self.commands.values()
+        examples = [one.example for one in self.owner.subcommands.values()]
+        examples += [(one.epilog or "").split("\n")[0] for one in imported]
+        _write_examples(formatter, [*filter(None, examples)][:2])
 
 
 class App(typer.Typer):
     """A command line; each command takes `--debug`, which `run_command` handles."""
 
-    def __init__(self, flag_case: dict[str, Any], *, no_args_is_help: bool = False) -> None:
+    def __init__(
+        self,
+        flag_case: dict[str, Any],
+        *,
+        no_args_is_help: bool = False,
+        subcommands: Mapping[str, Subcommand] | None = None,
+    ) -> None:
+        """Make an app without commands.
+
+        Args:
+            flag_case: `CAMEL_CASE` or `SNAKE_CASE`.
+            no_args_is_help: whether the bare command shows the help.
+            subcommands: those in modules of their own, by name.
+        """
+        self.subcommands = subcommands or {}
+        self.imported: list[App] = []  # apps of subcommands
         super().__init__(
-            cls=_Group,
+            cls=type("Group", (_Group,), {"owner": self}),
             add_completion=True,
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
             no_args_is_help=no_args_is_help,
             context_settings=flag_case,
         )
-        self.shows_tracebacks = False
+        self._shows_tracebacks = False
+
+    @property
+    def shows_tracebacks(self) -> bool:
+        """Whether `--debug` was given, to this command or a subcommand."""
+        return self._shows_tracebacks or any(app.shows_tracebacks for app in self.imported)
 
     def command(
         self,
@@ -117,7 +181,7 @@ class App(typer.Typer):
     def _with_debug(self, function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def command(*, debug: bool, **given: Any) -> None:
-            self.shows_tracebacks = debug
+            self._shows_tracebacks = debug
             function(**given)
 
         own = inspect.signature(function, eval_str=True).parameters.values()
@@ -154,6 +218,37 @@ def with_flags(
         merged: list[inspect.Parameter] = []
         for name, one in own.items():
             merged += flags.values() if name == parameter else [one]
+        merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
+        taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
+        taking.__annotations__ = {one.name: one.annotation for one in merged}
+        return taking
+
+    return decorate
+
+
+def with_flags_of(
+    other: Callable[..., None], *without: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands, which adds the flags of another command.
+
+    The decorated function receives their values as `flags`, a dict for the other one.
+
+    Args:
+        other: the command.
+        without: its parameters whose flags are left out.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        theirs = inspect.signature(other, eval_str=True).parameters
+        added = {name: one for name, one in theirs.items() if name not in without}
+
+        @functools.wraps(command)
+        def taking(**given: Any) -> None:
+            values = {name: given.pop(name) for name in added if name in given}
+            command(**given, flags=values)
+
+        merged = [*(one for name, one in own.items() if name != "flags"), *added.values()]
         merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
         taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
         taking.__annotations__ = {one.name: one.annotation for one in merged}

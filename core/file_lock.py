@@ -14,13 +14,14 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.errors import EdgeLLMError
 
 _LOCK, _FILES = "lock", "files"
+_PARTIAL = ".partial-"  # in names of unfinished folders
 _MARK = b"a run of edgellm\n"  # in locks, to tell them from foreign files
 
 
@@ -39,6 +40,28 @@ def hold(path: Path, fault: str, hint: str) -> Iterator[None]:
     try:
         if _lock(descriptor) is False:
             raise EdgeLLMError(fault, hint=hint)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def wait(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Lock a file while the block runs, after the process that holds it; creates a missing file.
+
+    `on_wait`: called once, before a wait.
+
+    Raises:
+        EdgeLLMError: the file cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        if _lock(descriptor) is False:
+            on_wait()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
@@ -74,7 +97,7 @@ def begin(output: Path) -> Unfinished:
         EdgeLLMError: another run writes `output`, or its parent cannot be written.
     """
     home = _home(output.absolute())
-    prefix = f".{output.absolute().name}.partial-"
+    prefix = f".{output.absolute().name}{_PARTIAL}"
     made = tuple(itertools.takewhile(lambda each: not each.exists(), (home, *home.parents)))
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -85,6 +108,13 @@ def begin(output: Path) -> Unfinished:
         raise EdgeLLMError(
             f"cannot write into {home}: {error.strerror}", hint="give another output folder"
         ) from None
+
+
+def sweep(home: Path) -> None:
+    """Remove what killed runs left in a folder, of all outputs."""
+    with _alone(home):
+        for folder in home.iterdir():
+            _remove_dead(folder)
 
 
 def _home(output: Path) -> Path:
@@ -112,25 +142,30 @@ def _make(home: Path, prefix: str) -> Unfinished:
 
 
 def _sweep(home: Path, prefix: str, output: Path) -> None:
-    """Remove what killed runs left; folders without our lock are foreign."""
+    """Remove what killed runs of an output left; raises if a run is alive."""
     for folder in home.iterdir():
-        if not folder.name.startswith(prefix):
-            continue
-        try:
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            is_free = _lock(lock)
-            if is_free is False:
-                raise EdgeLLMError(
-                    f"another run is writing {output}",
-                    hint="wait for it, or give another output folder",
-                )
-            if is_free and os.read(lock, len(_MARK) + 1) == _MARK:
-                _remove(folder)
-        finally:
-            os.close(lock)
+        if folder.name.startswith(prefix) and _remove_dead(folder) is False:
+            raise EdgeLLMError(
+                f"another run is writing {output}",
+                hint="wait for it, or give another output folder",
+            )
+
+
+def _remove_dead(folder: Path) -> bool | None:
+    """Remove a folder of a killed run: False if its run is alive, None if it is not edgellm's."""
+    if _PARTIAL not in folder.name:
+        return None
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        is_free = _lock(lock)
+        if is_free and os.read(lock, len(_MARK) + 1) == _MARK:
+            _remove(folder)
+        return is_free
+    finally:
+        os.close(lock)
 
 
 def _remove(folder: Path) -> None:

@@ -12,6 +12,7 @@ from installed import SCRIPTS, install
 from pseudo_terminal import person
 
 FLAGS = {
+    "edgellm": ("edgellm run --maxT", "--maxTokens"),
     "edgellm-quantize": ("edgellm-quantize llm --model", "--model_dir"),
     "edgellm-export": ("edgellm-export draft --base", "--base_model_dir"),
     "llm_build": ("llm_build --engineD", "--engineDir"),

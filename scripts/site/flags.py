@@ -35,14 +35,19 @@ def command_page(project: str) -> str:
 
 
 def commands(project: str) -> Iterator[tuple[str, TyperCommand]]:
-    """Yield name and command of every script, and of every subcommand."""
+    """Yield name and command of every script, and of every subcommand but aliases of scripts."""
     section = project.partition("[project.scripts]")[2].partition("\n[")[0]
     for name, module in _SCRIPT.findall(section):
-        command = typer.main.get_command(importlib.import_module(module).app)
+        app = importlib.import_module(module).app
+        command = typer.main.get_command(app)
         if isinstance(command, TyperGroup):
-            for sub, inner in command.commands.items():
-                assert isinstance(inner, TyperCommand)
-                yield f"{name} {sub}", inner
+            aliases = {sub for sub, one in app.subcommands.items() if one.is_alias}
+            context = typer.Context(command, info_name=name)
+            for sub in command.list_commands(context):
+                if sub not in aliases:
+                    inner = command.get_command(context, sub)
+                    assert isinstance(inner, TyperCommand)
+                    yield f"{name} {sub}", inner
         else:
             assert isinstance(command, TyperCommand)
             yield name, command

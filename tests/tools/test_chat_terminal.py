@@ -17,7 +17,7 @@ from prompt_toolkit.output import DummyOutput
 from pseudo_terminal import person
 from rich.console import Console
 
-from edgellm.tools.chat import cli
+from edgellm.tools.chat import screen
 from edgellm.tools.chat.terminal import CommandCompleter, Terminal, _Flow
 
 CTRL_C, CTRL_D, UP, ALT_ENTER = "\x03", "\x04", "\x1b[A", "\x1b\r"
@@ -137,14 +137,14 @@ def test_output_text_cannot_move_the_cursor(terminal):
 
 def test_the_history_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    cli._history(None).append_string("secret")
+    screen._history(None).append_string("secret")
     path = tmp_path / "state/edgellm/chat_history"
     assert "secret" in path.read_text()
     assert path.stat().st_mode & 0o077 == 0
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")
-    cli._history(None).append_string("not kept")
-    with pytest.raises(cli.EdgeLLMError, match="no such folder"):
-        cli._history(tmp_path / "none" / "history")
+    screen._history(None).append_string("not kept")
+    with pytest.raises(screen.EdgeLLMError, match="no such folder"):
+        screen._history(tmp_path / "none" / "history")
 
 
 def test_ctrl_c_stops_a_reply_and_not_the_program(tiny_engine, tmp_path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -14,12 +12,6 @@ from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.chat.flags import ChatFlags, with_chat_flags, with_sampling_flags
-
-if TYPE_CHECKING:
-    from prompt_toolkit.history import History
-
-    from edgellm.tools.chat.conversation import Conversation
-    from edgellm.tools.chat.repl import Screen
 
 _SEED_BYTES = 4
 
@@ -49,6 +41,7 @@ def chat(
     from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
+    from edgellm.tools.chat.screen import open_screen
 
     values = asdict(sampling_flags)
     if values["seed"] is None:
@@ -69,57 +62,7 @@ def chat(
         )
     settings = Settings(sampling, flags.max_generate_length, flags.enable_thinking)
     conversation = Conversation(llm=llm, settings=settings, system=flags.system)
-    raise typer.Exit(1 if run(conversation, _screen(conversation, flags.history_file)) else 0)
-
-
-def _screen(conversation: Conversation, history_file: Path | None) -> Screen:
-    """Return a `Terminal` if standard input and output are terminals, else a `Pipe`."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        from edgellm.tools.chat.pipe import Pipe
-
-        return Pipe()
-    from rich.console import Console
-
-    from edgellm.tools.chat.statistics import context
-    from edgellm.tools.chat.terminal import Terminal
-
-    def footer() -> str:
-        latest, used = conversation.totals.latest, conversation.context_tokens
-        sizes = context(used, conversation.llm.manifest)
-        return f"{latest} · {sizes}" if latest else sizes
-
-    console = Console(highlight=False, markup=False)
-    terminal = Terminal(_history(history_file), footer, console)
-    decoder = conversation.llm.manifest.decoder
-    terminal.show(
-        f"{decoder.model_type}, {decoder.num_parameters / 1e6:.1f} M parameters; "
-        "/help lists commands, Alt-Enter begins another line, Ctrl-D leaves"
-    )
-    return terminal
-
-
-def _history(path: Path | None) -> History:
-    """Return the history of a file that only its owner can read; without one, of the default."""
-    from prompt_toolkit.history import FileHistory, InMemoryHistory
-
-    from edgellm.core.artifact import check_output_file
-
-    place = path or _state_folder() / "chat_history"
-    try:
-        if path is None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-        check_output_file(place)
-        place.touch(mode=0o600)
-    except (OSError, EdgeLLMError):
-        if path is not None:
-            raise
-        return InMemoryHistory()  # the home folder is read-only
-    return FileHistory(str(place))
-
-
-def _state_folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "edgellm"
+    raise typer.Exit(1 if run(conversation, open_screen(conversation, flags.history_file)) else 0)
 
 
 def main() -> None:

@@ -1,0 +1,129 @@
+"""Downloads from a hub on this machine, by huggingface_hub's own client."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_line_error
+from local_hub import serve_hub
+
+from edgellm.core.errors import UnsupportedModelError
+from edgellm.tools.store.hub import choose, is_id
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+TEXTS = ["config.json", "merges.txt", "tokenizer.json", "tokenizer.model"]
+
+
+@pytest.fixture
+def hub(tiny_checkpoint):
+    with serve_hub() as found:
+        found.add("owner/tiny", tiny_checkpoint)
+        yield found
+
+
+@pytest.fixture
+def edgellm(command, hub, tmp_path):
+    """Run a subcommand as a user of the hub; further variables of the environment by name."""
+
+    def run(*words, **variables):
+        environment = {**os.environ, **hub.environment(tmp_path), **variables}
+        return command("edgellm", *words, env=environment, stdin=-3)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("names", "precision", "chosen"),
+    [
+        ([*SHARDS, *TEXTS, "README.md", "original/model.safetensors"], "", [*SHARDS, *TEXTS]),
+        (["consolidated.safetensors", *SHARDS, "config.json"], "", [*SHARDS, "config.json"]),
+        (["pytorch_model.bin", "training_args.bin", "config.json"], "",
+         ["pytorch_model.bin", "config.json"]),
+        (["m-Q8_0.gguf", "m-Q4_K_M.gguf", "mmproj-F16.gguf"], "", ["m-Q4_K_M.gguf"]),
+        (["m-Q8_0.gguf", "m-IQ2_XS.gguf"], "", ["m-Q8_0.gguf"]),
+        (["m.Q8_0.gguf", "m.q4_0.gguf", "m.safetensors"], "q4_0", ["m.q4_0.gguf"]),
+        (["q/m-Q4_K_M-00001-of-00002.gguf", "q/m-Q4_K_M-00002-of-00002.gguf"], "Q4_K_M",
+         ["q/m-Q4_K_M-00001-of-00002.gguf", "q/m-Q4_K_M-00002-of-00002.gguf"]),
+        (["m-UD-Q4_K_XL.gguf", "m-BF16.gguf"], "UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+    ],
+)  # fmt: skip
+def test_the_files_of_a_repository_that_are_fetched(names, precision, chosen):
+    assert choose("o/m", names, precision) == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "precision", "fragment"),
+    [
+        (["m-Q8_0.gguf"], "Q4_0", "no GGUF file of that precision"),
+        (["README.md"], "", "no weights"),
+        (["model.safetensors"], "Q4_0", "no GGUF file"),
+    ],
+)
+def test_a_repository_without_fitting_files_is_refused(names, precision, fragment):
+    with pytest.raises(UnsupportedModelError, match=fragment):
+        choose("o/m", names, precision)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [("Qwen/Qwen3-0.6B", True), ("o/m:Q4_K_M", True), ("m", False), ("a/b/c", False), ("", False)],
+)
+def test_hub_ids(text, is_one):
+    assert is_id(text) == is_one
+
+
+def test_a_model_is_fetched_once_and_again_when_it_changed(edgellm, hub):
+    """A second run asks the hub nothing; `pull` asks, and builds a new commit."""
+    first = edgellm("run", "owner/tiny", "w20 w21", "--maxTokens", 3, "--temperature", 0)
+    assert first.returncode == 0, first.stderr
+    assert "downloading owner/tiny" in first.stderr
+    assert first.stdout.strip()
+    hub.requests.clear()
+    second = edgellm("run", "tiny", "w20 w21", "--maxTokens", 3, "--temperature", 0)
+    assert (second.returncode, second.stdout) == (0, first.stdout), second.stderr
+    assert not hub.requests
+    same = edgellm("pull", "owner/tiny")
+    assert same.returncode == 0, same.stderr
+    assert "downloading" not in same.stderr
+    assert "exporting" not in same.stderr
+    hub.repositories["owner/tiny"]["new.txt"] = b"another commit"
+    newer = edgellm("pull", "owner/tiny")
+    assert newer.returncode == 0, newer.stderr
+    assert "deleting the engine of an earlier owner/tiny" in newer.stderr
+    listed = edgellm("list").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["NAME", "owner/tiny"]
+
+
+def test_a_download_that_breaks_goes_on_where_it_stopped(hub, tmp_path):
+    """The client keeps whole pieces of 10 MiB."""
+    content = os.urandom(1 << 20) * 24
+    hub.add("owner/large", {"config.json": b"{}", "model.safetensors": content})
+    hub.cut_after = 15 << 20
+    code = "from edgellm.tools.store.hub import download; print(download('owner/large').path)"
+    environment = {**os.environ, **hub.environment(tmp_path)}
+    folder = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert Path(folder.strip(), "model.safetensors").read_bytes() == content
+    ranges = [wanted for _, path, wanted in hub.requests if path.startswith("/cdn")]
+    assert ranges == ["", f"bytes={10 << 20}-"]
+
+
+def test_access_is_explained(edgellm, hub):
+    hub.gated.add("owner/tiny")
+    assert_one_line_error(edgellm("pull", "owner/tiny"), "gated", "HF_TOKEN")
+    assert_one_line_error(edgellm("pull", "owner/none"), "the hub has no model owner/none")
+    assert edgellm("pull", "owner/tiny", HF_TOKEN="hf_member").returncode == 0
+
+
+def test_without_a_connection_the_cache_answers_or_one_line_does(edgellm, tmp_path):
+    lacking = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE="1")
+    assert_one_line_error(lacking, "HF_HUB_OFFLINE is set", "the hub's cache lacks owner/tiny")
+    unreachable = edgellm("pull", "owner/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    assert_one_line_error(unreachable, "http://127.0.0.1:9 cannot be reached")
+    assert edgellm("pull", "owner/tiny").returncode == 0
+    again = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    assert not list((tmp_path / "edgellm").rglob("*.partial-*"))

@@ -1,0 +1,104 @@
+"""The folder of stored models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgellm.core.artifact import temporary_folder
+from edgellm.core.errors import EdgeLLMError
+from edgellm.tools.store.store import Recipe, Record, Store, home
+
+MADE = Recipe(quantize="none", context=4096, device="cpu", draft="auto")
+RECORD = Record(
+    name="owner/model",
+    reference="owner/model",
+    identity="owner/model@1",
+    fingerprint="",
+    recipe=MADE,
+    family="llama",
+    num_parameters=1,
+    precision="float16",
+    draft="n-grams",
+    num_bytes=1,
+)
+
+
+def _add(store, **changes):
+    record = replace(RECORD, **changes)
+    store.models.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(store.models / "new") as work:
+        (work / "engine").mkdir()
+        return store.add(work, record)
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits"),
+    [
+        (Recipe(), True),
+        (Recipe(context=4096), True),
+        (Recipe(context=4097), False),
+        (Recipe(quantize="int4"), False),
+        (Recipe(device="cuda"), False),
+        (Recipe(draft="none"), False),
+    ],
+)
+def test_recipes_that_an_engine_fits(asked, fits):
+    assert asked.fits(MADE) == fits
+
+
+def test_the_home_follows_xdg(monkeypatch):
+    monkeypatch.delenv("EDGELLM_HOME", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert home() == Path("/data/edgellm")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert home() == Path.home() / ".local/share/edgellm"
+    monkeypatch.setenv("EDGELLM_HOME", "/own")
+    assert home() == Path("/own")
+
+
+def test_an_entry_is_found_by_its_whole_and_its_short_name(tmp_path):
+    store = Store(tmp_path)
+    entry = _add(store)
+    assert store.entries() == store.named("owner/model") == store.named("model") == [entry]
+    assert store.named("other") == []
+    assert store.similar("modle") == "owner/model"
+    _add(store, name="another/model", identity="2")
+    with pytest.raises(EdgeLLMError, match="may be another/model or owner/model"):
+        store.named("model")
+
+
+def test_the_entry_used_last_is_first(tmp_path):
+    store = Store(tmp_path)
+    first, second = _add(store), _add(store, identity="2")
+    assert store.entries() == [second, first]
+    first.touch()
+    assert store.entries() == [first, second]
+
+
+def test_an_entry_is_replaced_and_removed(tmp_path):
+    store = Store(tmp_path)
+    _add(store)
+    entry = _add(store, num_bytes=2)
+    assert [each.record.num_bytes for each in store.entries()] == [2]
+    store.remove(entry)
+    assert list(store.models.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"recipe": {}}', "[1]", '{"name": 1, "recipe": 2}'])
+def test_a_damaged_record_is_no_entry(tmp_path, text):
+    store = Store(tmp_path)
+    (_add(store).folder / "model.json").write_text(text)
+    assert store.entries() == []
+
+
+def test_a_store_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = Store(tmp_path / "file")
+    with (
+        pytest.raises(EdgeLLMError, match="cannot write the model store"),
+        store.preparing("x", lambda: None),
+    ):
+        pass

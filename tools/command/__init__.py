@@ -1,0 +1,1 @@
+"""`edgellm`: one command from a model to its answers."""

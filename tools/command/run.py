@@ -1,0 +1,156 @@
+"""`edgellm run`: chat with a model, or answer one prompt."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgellm.core.cli import CAMEL_CASE, App
+from edgellm.core.errors import EdgeLLMError
+from edgellm.tools.chat.flags import (
+    EnableThinking,
+    System,
+    with_sampling_flags,
+)
+from edgellm.tools.command.flags import Model, RecipeFlags, with_recipe_flags
+
+if TYPE_CHECKING:
+    from edgellm.tools.chat.conversation import Conversation
+    from edgellm.tools.store.prepare import Prepared
+
+_SEED_BYTES = 4
+
+app = App(CAMEL_CASE)
+
+Prompt = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[PROMPT]",
+        help="Answer this prompt and end; text of standard input follows it. Default: a chat.",
+        rich_help_panel="Model",
+    ),
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        help="Show this image to a model that sees; repeat it for more. Default: no image.",
+        rich_help_panel="Model",
+    ),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "--maxTokens",
+        min=1,
+        help="Generate at most this many tokens for each message. Default: {default} tokens.",
+        rich_help_panel="Limits",
+    ),
+]
+
+
+@app.command(
+    name="run",
+    common=("model", "prompt", "--image", "--draft", "--fast"),
+    examples=(
+        "edgellm run HuggingFaceTB/SmolLM2-135M-Instruct 'What is the capital of France?'",
+        "edgellm run model.gguf 'Summarise this.' --maxTokens 200",
+    ),
+)
+@with_recipe_flags
+@with_sampling_flags
+def run(
+    model: Model,
+    sampling_flags: Any,
+    recipe_flags: RecipeFlags,
+    prompt: Prompt = None,
+    images: Images = None,
+    system: System = "",
+    max_tokens: MaxTokens = 1024,
+    enable_thinking: EnableThinking = False,
+) -> None:
+    """Chat with a model, or answer one prompt."""
+    from edgellm.tools.store.prepare import use
+
+    text = _prompt(prompt)
+    if images and text is None:
+        raise EdgeLLMError("--image needs a prompt", hint="in a chat, /image FILE attaches one")
+    for image in images or ():
+        if not image.is_file():
+            raise EdgeLLMError(f"--image {image}: no such file", hint="check the path")
+
+    def start(found: Prepared) -> Conversation:
+        return _open(found, sampling_flags, system, max_tokens, enable_thinking=enable_thinking)
+
+    conversation = use(model, recipe_flags.read(), start)
+    if text is None:
+        from edgellm.tools.chat.repl import run as chat
+        from edgellm.tools.chat.screen import open_screen
+
+        raise typer.Exit(1 if chat(conversation, open_screen(conversation, None)) else 0)
+    for image in images or ():
+        conversation.attach(image)
+    _answer(conversation, text)
+
+
+def _prompt(given: str | None) -> str | None:
+    """The prompt, followed by the text of standard input; None for a chat."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return given
+    text = sys.stdin.read().strip()
+    parts = [part for part in (given, text) if part]
+    if not parts:
+        raise EdgeLLMError("standard input is empty", hint="give a prompt")
+    return "\n\n".join(parts)
+
+
+def _open(
+    found: Prepared,
+    sampling_flags: Any,
+    system: str,
+    max_tokens: int,
+    *,
+    enable_thinking: bool,
+) -> Conversation:
+    from edgellm.device_runtime.api.llm import LLM
+    from edgellm.device_runtime.sampling.params import SamplingParams
+    from edgellm.device_runtime.speculate.options import AUTO, SpecOptions
+    from edgellm.tools.chat.conversation import Conversation, Settings
+
+    values = asdict(sampling_flags)
+    if values["seed"] is None:
+        values["seed"] = int.from_bytes(os.urandom(_SEED_BYTES), "little")
+    llm = LLM(
+        found.engine,
+        spec=SpecOptions(network=AUTO),
+        multimodal_engine_dir=found.visual,
+        context_reuse=True,
+    )
+    if not llm.tokenizer.has_template:
+        raise EdgeLLMError(
+            f"{found.name} has no chat template, so it cannot chat",
+            hint=f"llm_inference --engineDir {found.engine} continues texts: "
+            '"apply_chat_template": false in its file',
+        )
+    settings = Settings(SamplingParams(**values), max_tokens, enable_thinking)
+    return Conversation(llm=llm, settings=settings, system=system)
+
+
+def _answer(conversation: Conversation, text: str) -> None:
+    """Print the answer to one prompt."""
+    from edgellm.tools.chat.pipe import Pipe
+
+    output = conversation.ask(text)
+    with Pipe().streaming(output) as show:
+        for step in output:
+            show(step.text)
+    if output.finish_reason == "length":
+        typer.echo(
+            f"note: truncated after {len(output.token_ids)} tokens; --maxTokens sets the limit",
+            err=True,
+        )

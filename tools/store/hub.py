@@ -1,0 +1,190 @@
+"""Downloads of models from the Hugging Face hub, or from the server that HF_ENDPOINT names.
+
+Files lie in the hub's own cache, which other programs share. An interrupted download goes on where
+it stopped.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from edgellm.core.errors import EdgeLLMError, LimitError, UnsupportedModelError
+from edgellm.tools.store.store import free
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_PRECISION = re.compile(
+    r"[-._]((?:UD-)?(?:I?Q\d\w*|B?F16|F32|MXFP4\w*))(?:-(\d{5})-of-\d{5})?\.gguf", re.IGNORECASE
+)
+_PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0")  # of a repository's GGUF files
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # packages whose errors these are
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A model's files."""
+
+    path: Path  # a folder or a .gguf file
+    identity: str
+
+
+def is_id(text: str) -> bool:
+    """Whether a text has the form of a hub id: owner/model or owner/model:precision."""
+    return _ID.fullmatch(text) is not None
+
+
+def download(reference: str) -> Download:
+    """Fetch a checkpoint, or one GGUF file: "owner/model:Q4_K_M" names its precision.
+
+    Raises:
+        EdgeLLMError: no such model, no access, or no connection while the cache lacks it.
+        LimitError: the disk is too small.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    repository, _, precision = reference.partition(":")
+    if not sys.stderr.isatty():
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+    try:
+        info = HfApi().model_info(repository, files_metadata=True)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        names = choose(reference, sizes, precision)
+        _announce(info, sizes, names)
+        folder = Path(snapshot_download(repository, allow_patterns=names))
+    except GatedRepoError:
+        raise EdgeLLMError(
+            f"{repository} is gated: its owner grants access on the hub",
+            hint=f"ask for it at {_endpoint()}/{repository}, then log in: hf auth login, or "
+            "set HF_TOKEN",
+        ) from None
+    except RepositoryNotFoundError:
+        raise EdgeLLMError(
+            f"the hub has no model {repository}, or only for others",
+            hint="check the id; for a private model log in: hf auth login, or set HF_TOKEN",
+        ) from None
+    except HfHubHTTPError as error:
+        raise EdgeLLMError(
+            f"{_endpoint()} failed: {str(error).splitlines()[0]}", hint="try it again later"
+        ) from None
+    except EdgeLLMError:
+        raise
+    except Exception as error:
+        if not _is_of_network(error):
+            raise
+        return _cached(reference, error)
+    return _found(folder, repository, names)
+
+
+def choose(reference: str, names: Iterable[str], precision: str) -> list[str]:
+    """The files of a repository that edgellm reads.
+
+    Args:
+        reference: the model, for messages.
+        names: all files.
+        precision: of a GGUF file; "": of safetensors if there are any, else a common one.
+
+    Raises:
+        UnsupportedModelError: none, or none of that precision.
+    """
+    top = [name for name in sorted(names) if "/" not in name]
+    ggufs: dict[str, list[str]] = {}
+    for name in names:
+        if "mmproj" not in name.lower() and (match := _PRECISION.search(name)):
+            ggufs.setdefault(match[1].upper(), []).append(name)
+    weights = [name for name in top if name.endswith(".safetensors")]
+    # Mistral's repositories have the weights a second time.
+    weights = [name for name in weights if not name.startswith("consolidated")]
+    weights = weights or [name for name in top if re.fullmatch(r"pytorch_model.*\.bin", name)]
+    if weights and not precision:
+        return [*weights, *(name for name in top if name.endswith(_TEXTS))]
+    wanted = (precision.upper(),) if precision else (*_PREFERRED, *sorted(ggufs))
+    for each in wanted:
+        if each in ggufs:
+            return sorted(ggufs[each])
+    if precision and ggufs:
+        raise UnsupportedModelError(
+            f"{reference}: the repository has no GGUF file of that precision",
+            hint=f"it has {', '.join(sorted(ggufs))}",
+        )
+    raise UnsupportedModelError(
+        f"{reference}: the repository has no {'GGUF file' if precision else 'weights'}",
+        hint="give a repository with *.safetensors or *.gguf",
+    )
+
+
+def _announce(info: ModelInfo, sizes: dict[str, int], names: list[str]) -> None:
+    """Say what is downloaded, unless the cache has it; require room on the disk."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    missing = [
+        name
+        for name in names
+        if not isinstance(try_to_load_from_cache(info.id, name, revision=info.sha), str)
+    ]
+    total = sum(sizes[name] for name in missing)
+    if not missing:
+        return
+    typer.echo(f"downloading {info.id}: {len(missing)} files, {total / 1e6:.1f} MB", err=True)
+    room = free(Path(HF_HUB_CACHE))
+    if total > room:
+        raise LimitError(
+            f"{info.id} takes {total / 1e9:.1f} GB, the disk of {HF_HUB_CACHE} has "
+            f"{room / 1e9:.1f} GB",
+            hint="free some space, or name a folder on another disk in HF_HOME",
+        )
+
+
+def _cached(reference: str, error: Exception) -> Download:
+    """The model of the cache, for a machine without a connection."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    repository, _, precision = reference.partition(":")
+    place = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    offline = isinstance(error, OfflineModeIsEnabled)
+    why = "HF_HUB_OFFLINE is set" if offline else f"{_endpoint()} cannot be reached"
+    try:
+        folder = place / "snapshots" / (place / "refs" / "main").read_text("utf-8")
+        names = choose(reference, (each.name for each in folder.iterdir()), precision)
+    except (OSError, UnsupportedModelError):
+        raise EdgeLLMError(
+            f"{why}, and the hub's cache lacks {reference}",
+            hint="connect this machine, or copy the model here and give its folder or .gguf file",
+        ) from None
+    return _found(folder, repository, names)
+
+
+def _found(folder: Path, repository: str, names: list[str]) -> Download:
+    revision = folder.name  # of a snapshot: its commit
+    is_gguf = names[0].endswith(".gguf")
+    main = f":{names[0]}" if is_gguf else ""
+    return Download(folder / names[0] if is_gguf else folder, f"{repository}@{revision}{main}")
+
+
+def _is_of_network(error: Exception) -> bool:
+    from huggingface_hub.errors import LocalEntryNotFoundError  # no connection, and not cached
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return True
+    packages = {each.__module__.partition(".")[0] for each in type(error).__mro__}
+    return isinstance(error, ConnectionError | TimeoutError) or not packages.isdisjoint(_NETWORK)
+
+
+def _endpoint() -> str:
+    from huggingface_hub.constants import ENDPOINT
+
+    return ENDPOINT
