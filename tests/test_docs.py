@@ -132,6 +132,7 @@ def followed(eagle_pair, tmp_path_factory) -> tuple[Path, dict[str, str], str]:
         **install(tmp_path_factory.mktemp("bin")),
         "MODEL": str(eagle_pair.base_checkpoint),
         "DRAFT": str(eagle_pair.draft_checkpoint),
+        "EDGELLM_HOME": str(folder / "home"),
     }
     blocks = [one for one in _blocks(DOCS / "tutorial.md") if one["kind"] == "shell"]
     assert [bool(one["real"]) for one in blocks].count(True) == 1
@@ -140,8 +141,9 @@ def followed(eagle_pair, tmp_path_factory) -> tuple[Path, dict[str, str], str]:
         assert real in script
         script = script.replace(real, tiny)
     result = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=shell, capture_output=True, text=True, check=False
-    )
+        ["bash", "-c", script], cwd=folder, env=shell, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return folder, shell, result.stdout
 

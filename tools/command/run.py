@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -100,13 +101,22 @@ def run(
 
 def _prompt(given: str | None) -> str | None:
     """The prompt, followed by the text of standard input; None for a chat."""
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty() or (given is not None and not _has_text()):
         return given
     text = sys.stdin.read().strip()
     parts = [part for part in (given, text) if part]
     if not parts:
         raise EdgeLLMError("standard input is empty", hint="give a prompt")
     return "\n\n".join(parts)
+
+
+def _has_text() -> bool:
+    """Whether standard input is a pipe or a file; services and jobs have others, never closed."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except OSError:  # not of this process
+        return True
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _open(
