@@ -210,6 +210,8 @@ def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec
 
 
 _VALUES = {"dtype": ("float16", "float32"), "pooling": ("", "last", "mean")}  # by key
+_LIMIT_KEYS = ("max_", "min_", "prefill_")  # how keys of limits begin
+_MAX_LIMIT = 1 << 24  # tokens or sequences
 _Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)
 Manifest = TypeVar("Manifest", Bundle, Engine)
 
@@ -279,6 +281,9 @@ def _require_known(raw: dict[str, Any]) -> None:
     graphs = raw["graphs"]
     if not graphs or graphs.keys() - ROLES.keys():
         raise ValueError(f"graphs of the roles {[*graphs]}")
+    for key, value in raw.items():
+        if key.startswith(_LIMIT_KEYS) and not (type(value) is int and 0 <= value < _MAX_LIMIT):
+            raise ValueError(f"{key} {value!r} is no limit of an engine")
     for key, known in _VALUES.items():
         if raw.get(key, known[0]) not in known:
             raise ValueError(f"{key} {raw[key]!r} is not one of {', '.join(map(repr, known))}")

@@ -195,6 +195,16 @@ def test_a_manifest_with_an_unknown_value_is_damaged(tmp_path, key, value):
         load_bundle(tmp_path, LLM_BUNDLE)
 
 
+@pytest.mark.parametrize("value", [-1, 2**64, 1.5, "8", True])
+def test_a_limit_that_no_engine_has_is_damage(tmp_path, value):
+    _publish(tmp_path)
+    path = tmp_path / "manifest.json"
+    raw = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**raw, "max_batch_size": value}), "utf-8")
+    with pytest.raises(BrokenArtifactError, match=r"max_batch_size .* is no limit of an engine"):
+        load_bundle(tmp_path, LLM_BUNDLE)
+
+
 def test_a_deferred_interrupt_reaches_its_handler():
     """The interrupt is recorded, so that the command exits as interrupted."""
     seen: list[object] = []

@@ -9,6 +9,7 @@ from edgellm.core.errors import UnsupportedModelError
 
 T = TypeVar("T")
 _REQUIRED: Any = object()
+_MAX_LAYERS, _MAX_SIZE = 10_000, 2**31 - 1
 
 # Keys for training, storage or defaults of other tools, not for the forward pass.
 _HARMLESS = frozenset(
@@ -99,10 +100,12 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: int | None = _REQUIRED) -> int:
-        """The value of `key`, an integer of at least 1."""
+        """The value of `key`, an integer of at least 1 that a tensor or a network can have."""
         value = self.read(key, int, default)
         if value < 1:
             raise UnsupportedModelError(f"config.json: {key} = {value} is not positive")
+        if value > (_MAX_LAYERS if key.endswith("_layers") else _MAX_SIZE):
+            raise UnsupportedModelError(f"config.json: {key} = {value} is too large for any model")
         return value
 
     def nonzero(self, key: str, default: float) -> float:

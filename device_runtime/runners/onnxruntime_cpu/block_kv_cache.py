@@ -71,9 +71,16 @@ def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any], *, is_shared: bool)
     a new block: 0.4 s for SmolLM2, while other sequences decode. With a single sequence this
     happens once, and huge pages make reads 4 % faster.
     """
-    if not is_shared or not hasattr(mmap, "MADV_NOHUGEPAGE"):
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        if not is_shared or not hasattr(mmap, "MADV_NOHUGEPAGE"):
+            return np.zeros(shape, dtype)
+        memory = mmap.mmap(-1, size)
+    except (MemoryError, OSError, ValueError):  # ValueError: beyond what an array can have
+        raise LimitError(
+            f"the KV cache takes {size / 1e9:.1f} GB, more than this machine has",
+            hint="build the engine with a smaller --maxKVCacheCapacity or --maxBatchSize",
+        ) from None
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype).reshape(shape)
 
