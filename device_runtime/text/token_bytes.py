@@ -31,6 +31,11 @@ class TokenBytes:
         before = self._decoded(_BEFORE)
         return self._decoded(_BEFORE, token)[len(before) :].encode()
 
+    def is_fallback(self, token_id: int) -> bool:
+        """Whether the decoder writes the token as one byte, in a run with its neighbours."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        return self._falls_back and _FALLBACK.fullmatch(token) is not None
+
     def _decoded(self, *tokens: str) -> str:
         decoder = self._tokenizer.decoder
         return " ".join(tokens) if decoder is None else decoder.decode([*tokens])

@@ -146,9 +146,11 @@ class ChatTokenizer:
 
     def token_bytes(self, token_id: int, *, begins: bool = False) -> bytes:
         """Bytes that a token adds to a text, or with `begins` as its first token."""
-        if self._bytes is None:
-            self._bytes = TokenBytes(self._tokenizer)
-        return self._bytes.of(token_id, begins=begins)
+        return self._bytes_of_tokens().of(token_id, begins=begins)
+
+    def is_fallback_byte(self, token_id: int) -> bool:
+        """Whether a token is one byte, by byte fallback."""
+        return self._bytes_of_tokens().is_fallback(token_id)
 
     def hidden_ids(self, shown: Iterable[str] = ()) -> frozenset[int]:
         """Ids of tokens that are not part of output text: special ones, except those `shown`."""
@@ -223,6 +225,11 @@ class ChatTokenizer:
         """
         hidden = self.hidden_ids(shown)
         return TextStream(self._tokenizer, hidden, self._tail(after, hidden))
+
+    def _bytes_of_tokens(self) -> TokenBytes:
+        if self._bytes is None:
+            self._bytes = TokenBytes(self._tokenizer)
+        return self._bytes
 
     def _tail(self, token_ids: Sequence[int], hidden: frozenset[int]) -> list[int]:
         """The last visible tokens, from the beginning of a character."""

@@ -5,7 +5,12 @@ The bytes of a token are compared with llguidance's, places with arithmetic on U
 
 from __future__ import annotations
 
+import bisect
+import codecs
+import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -15,15 +20,20 @@ from lettered_engine import with_letters
 from serve_process import serving
 from tokenizer_families import FAMILIES, make_tokenizer
 
+from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.tools.serve.engines.events import Finished, Started
+from edgellm.tools.serve.protocols.openai.completions import CompletionWriter
 from edgellm.tools.serve.protocols.openai.logprobs import (
     TokenPlaces,
     chat_logprobs,
     completion_logprobs,
 )
+from edgellm.tools.serve.schemas.openai import CompletionRequest
 
 _WITH_BYTES = ["prepend", "metaspace_first", "metaspace_always", "metaspace_never", "byte_level"]
+_SOME_BYTES = [bytes([byte]) for byte in (0xC3, 0xA9, 0xE2, 0x82, 0xF0, 0x9F, 0x80, 0xFF)]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +99,97 @@ def test_all_bytes_together_are_the_text(tokenizers, family, text, begins):
         assert one["top_logprobs"][0]["bytes"] == one["bytes"]
         assert (token_id in (0, 1, 2)) <= (one["bytes"] == [])
     assert shown["text_offset"] == offsets
+
+
+def _character_starts(data: bytes) -> list[int]:
+    """The first byte of each character of a text, as `bytes.decode` replaces what is no UTF-8."""
+    ends: dict[int, int] = {}
+
+    def note(fault: UnicodeError) -> tuple[str, int]:
+        assert isinstance(fault, UnicodeDecodeError)
+        ends[fault.start] = fault.end
+        return "\ufffd", fault.end
+
+    codecs.register_error("noted", note)
+    starts, at = [], 0
+    for character in data.decode("utf-8", "noted"):
+        starts.append(at)
+        at = ends.get(at, at + len(character.encode()))
+    return starts
+
+
+def _offsets_by_definition(tokens: list[tuple[bytes, bool]], begin: int) -> list[int]:
+    """Offsets of tokens, given their bytes and whether byte fallback made them.
+
+    Hugging Face's ByteFallback replaces every byte of a run that is not UTF-8.
+    """
+    found: list[int] = []
+    for is_run, group in itertools.groupby(tokens, lambda token: token[1]):
+        parts = [part for part, _ in group]
+        data = b"".join(parts)
+        starts = _character_starts(data)
+        if is_run and "\ufffd" in data.decode(errors="replace"):
+            starts = [*range(len(data))]
+        firsts = itertools.accumulate(map(len, parts[:-1]), initial=0)
+        found += [begin + bisect.bisect(starts, first) - 1 for first in firsts]
+        begin += len(starts)
+    return found
+
+
+def _sent(
+    tokenizer: ChatTokenizer, ids: Sequence[int], prompt: Sequence[int], *, stream: bool
+) -> tuple[str, list[int]]:
+    """Text and offsets of a completion, one token a step, with its prompt."""
+    asked = {"prompt": [*prompt], "logprobs": 1, "echo": True}
+    llm: Any = SimpleNamespace(tokenizer=tokenizer, manifest=SimpleNamespace(eos_token_ids=()))
+    writer = CompletionWriter(CompletionRequest.model_validate(asked), llm, "model")
+    events = writer.begin(Started(len(prompt), tuple(prompt), tuple(_entries(prompt[1:]))))
+    texts = tokenizer.stream(after=prompt)
+    for token_id in ids:
+        step = Step((token_id,), texts.push(token_id), logprobs=tuple(_entries([token_id])))
+        events += writer.step(step)
+    events += writer.step(Step((), texts.finish()))
+    figures = Finished(
+        finish_reason="length",
+        prompt_tokens=len(prompt),
+        cached_tokens=0,
+        completion_tokens=len(ids),
+        rounds=(),
+        queue_ms=0.0,
+        first_token_ms=0.0,
+        generation_ms=0.0,
+    )
+    sent = [*events, *writer.end(figures)] if stream else [writer.whole(figures)]
+    choices = [event["choices"][0] for event in sent]
+    text = "".join(choice["text"] for choice in choices)
+    return text, [at for choice in choices for at in choice["logprobs"]["text_offset"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", ["prepend", "metaspace_never", "unigram", "byte_level"])
+@given(data=st.data())
+def test_offsets_are_places_in_the_final_text(tokenizers, family, stream, data):
+    """With bytes in any order, so that many are no characters."""
+    tokenizer = tokenizers[family]
+    vocabulary = range(3, len(tokenizer.vocabulary()))
+    likely = [at for at in vocabulary if tokenizer.token_bytes(at) in _SOME_BYTES]
+    ids = data.draw(st.lists(st.sampled_from([*likely, *likely, *vocabulary]), max_size=12))
+    prompt = tokenizer.encode("xyx", add_special_tokens=False)
+    before = tokenizer.decode(prompt)
+    text, offsets = _sent(tokenizer, ids, prompt, stream=stream)
+    assert text == tokenizer.decode([*prompt, *ids])
+    tokens = [(tokenizer.token_bytes(at), tokenizer.is_fallback_byte(at)) for at in ids]
+    assert offsets[len(prompt) :] == _offsets_by_definition(tokens, len(before))
+
+
+def test_a_prompt_may_end_within_a_character(tokenizers):
+    """The text has U+FFFD for its part, and then what the next token makes of it."""
+    tokenizer = tokenizers["byte_level"]
+    first, second, letter = tokenizer.encode("éz", add_special_tokens=False)
+    for ids, expected in (([second, letter], "\ufffdéz"), ([letter, letter], "\ufffdzz")):
+        for stream in (False, True):
+            text, offsets = _sent(tokenizer, ids, [first], stream=stream)
+            assert (text, offsets) == (expected, [0, 1, 2])
 
 
 def test_tokens_that_differ_by_a_space_have_names_of_their_own(tokenizers):

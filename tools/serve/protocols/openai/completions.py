@@ -51,6 +51,7 @@ class _Choice:
     begins: bool = False  # whether its first token starts a text
     num_sent: int = 0  # characters
     entries: tuple[TokenLogprobs, ...] = ()
+    held: tuple[TokenLogprobs, ...] = ()  # not sent yet: bytes of a run that goes on
     ids: tuple[int, ...] = ()
     started: Started | None = None
     figures: Finished | None = None  # when it is complete
@@ -112,6 +113,11 @@ class CompletionWriter:
         now.text += step.text
         now.entries += entries
         now.ids += step.token_ids
+        now.held += entries
+        if now.places.is_open([entry.token_id for entry in now.held]):
+            entries = ()
+        else:
+            entries, now.held = now.held, ()
         if not step.text and not entries:
             return []
         return [self._event([self._shown(now.new(), entries, now.places, None)])]
@@ -119,7 +125,9 @@ class CompletionWriter:
     def end(self, figures: Finished) -> list[dict[str, Any]]:
         """The finish reason of a choice, and after the last choice the usage if requested."""
         now = self._now
-        found = [self._event([self._shown(now.new(), (), now.places, figures.finish_reason)])]
+        entries, now.held = now.held, ()
+        shown = self._shown(now.new(), entries, now.places, figures.finish_reason)
+        found = [self._event([shown])]
         now.figures = figures
         if self._options.include_usage and all(one.figures for one in self._choices):
             found.append({**self._event([]), **self._usage()})
@@ -159,15 +167,22 @@ class CompletionWriter:
         reason: str | None,
         started: Started | None = None,
     ) -> dict[str, Any]:
-        logprobs = None
-        if self._wants_logprobs:
-            first = started.prompt_ids[0] if started is not None and started.prompt_ids else None
-            read = started.prompt_logprobs if started is not None else ()
-            prompt = self._now.prompt
-            logprobs = completion_logprobs((*read, *entries), places, first, prompt)
+        logprobs = self._logprobs(entries, places, started) if self._wants_logprobs else None
         return {
             "index": self._now.index,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": reason,
         }
+
+    def _logprobs(
+        self, entries: tuple[TokenLogprobs, ...], places: TokenPlaces, started: Started | None
+    ) -> dict[str, Any]:
+        """Log-probabilities of the output, after those of the prompt that `started` has."""
+        if started is None or not started.prompt_ids:
+            return completion_logprobs(entries, places)
+        prompt, first = self._now.prompt, started.prompt_ids[0]
+        read = completion_logprobs(started.prompt_logprobs, places, first, prompt)
+        places.begin_output(prompt)
+        found = completion_logprobs(entries, places)
+        return {name: values + found[name] for name, values in read.items()}
