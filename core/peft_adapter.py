@@ -27,6 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _TOWERS = re.compile(r"\b(?:language_model|text_model)\.")
 _FLOATS = "F32", "F16", "BF16"
+HEAD = "lm_head"  # the only linear layer outside of others
 # Keys that the tensors imply as well, or that concern training only.
 _NOT_NEEDED = frozenset(
     [
@@ -162,7 +163,7 @@ def _layers(folder: Path, config: Mapping[str, Any], tensors: Safetensors) -> di
     pairs: dict[str, dict[str, str]] = {}
     for name, info in tensors.infos().items():
         found = _TENSOR.fullmatch(name)
-        if found is None or "." not in found[1]:
+        if found is None or ("." not in found[1] and found[1] != HEAD):
             raise UnsupportedModelError(f"{folder / WEIGHTS} has the tensor {name}", hint=_MERGE)
         if info.dtype not in _FLOATS or len(info.shape) != 2:
             raise BrokenArtifactError(

@@ -13,15 +13,18 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.core.peft_adapter import Adapter, LowRank, read_adapter
+from edgellm.core.peft_adapter import HEAD, Adapter, LowRank, read_adapter
 from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource, read_whole
 from edgellm.export.checkpoints.weights import ONNX_TYPES, as_bytes
 
 _FLOATS = "F32", "F16", "BF16"
+_HEAD, _EMBEDDING = f"{HEAD}.weight", "model.embed_tokens.weight"
 
 
 def merged(tower: Checkpoint, lora_dir: str) -> Checkpoint:
     """A language model with W + scale * B A instead of W, in the stored type of W.
+
+    A tied head that the adapter changes becomes a weight of its own: the embedding stays.
 
     Args:
         tower: a language model alone.
@@ -43,17 +46,19 @@ def merged(tower: Checkpoint, lora_dir: str) -> Checkpoint:
         )
     infos = tower.tensors.infos()
     changes = {f"{name}.weight": change for name, change in adapter.layers.items()}
+    if _HEAD in changes and _EMBEDDING in infos:
+        infos = {_HEAD: infos[_EMBEDDING], **infos}
     for name, change in changes.items():
         _check(adapter, name, change, infos)
-    return replace(tower, tensors=_Merged(tower.tensors, adapter, changes))
+    tensors = _Merged(source=tower.tensors, infos=infos, adapter=adapter, changes=changes)
+    return replace(tower, tensors=tensors)
 
 
 def _check(adapter: Adapter, name: str, change: LowRank, infos: Mapping[str, TensorInfo]) -> None:
     info, shape = infos.get(name), (change.out_features, change.in_features)
     if info is None:
-        hint = "a tied lm_head is the embedding" if name == "lm_head.weight" else ""
         raise UnsupportedModelError(
-            f"{adapter.folder} changes {name}, which the language model does not have", hint=hint
+            f"{adapter.folder} changes {name}, which the language model does not have"
         )
     if info.dtype not in _FLOATS:
         raise UnsupportedModelError(f"{adapter.folder} changes {name}, which is {info.dtype}")
@@ -75,12 +80,18 @@ class _Merged:
     """See `TensorSource`; merges changed weights some rows at a time."""
 
     def __init__(
-        self, source: TensorSource, adapter: Adapter, changes: Mapping[str, LowRank]
+        self,
+        *,
+        source: TensorSource,
+        infos: Mapping[str, TensorInfo],
+        adapter: Adapter,
+        changes: Mapping[str, LowRank],
     ) -> None:
-        self._source, self._adapter, self._changes = source, adapter, changes
+        """`infos`: of the source, and perhaps of a head that it has as the embedding only."""
+        self._source, self._infos, self._adapter, self._changes = source, infos, adapter, changes
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        return self._source.infos()
+        return self._infos
 
     def stream(self, name: str) -> Iterator[memoryview]:
         if name not in self._changes:
@@ -90,7 +101,7 @@ class _Merged:
         a = floats(self._adapter.tensors, change.a)
         b = floats(self._adapter.tensors, change.b) * np.float32(change.scale)
         row_bytes, row, waiting = change.in_features * dtype.itemsize, 0, bytearray()
-        for piece in self._source.stream(name):
+        for piece in self._source.stream(name if name in self._source.infos() else _EMBEDDING):
             waiting += piece
             rows = len(waiting) // row_bytes
             weight = np.frombuffer(bytes(waiting[: rows * row_bytes]), dtype).reshape(rows, -1)

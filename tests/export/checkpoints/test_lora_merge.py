@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from conftest import assert_one_line_error, make_checkpoint
 from lora_adapters import edit_config, logits_of, reference, write_adapter
 from quantized_layouts import LAYOUTS, write_checkpoint
@@ -66,6 +67,30 @@ def test_ranks_and_scales_may_differ_by_layer(tiny_checkpoint, tmp_path):
     bundle, manifest = _merge(tiny_checkpoint, adapter)
     expected = logits_of(reference(tiny_checkpoint, adapter, scales), TOKENS)
     np.testing.assert_allclose(run_portable(bundle, manifest, TOKENS, 8), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_head_may_change(tmp_path, is_tied):
+    """As PEFT computes it; of a tied head the embedding stays."""
+    tiny = {**models.find("llama").TINY, "tie_word_embeddings": is_tied}
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **tiny)
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, targets=("embed_tokens", "q_proj"))
+    path = adapter / "adapter_model.safetensors"
+    save_file(_renamed(load_file(path), "model.embed_tokens", "lm_head"), path)
+    bundle, manifest = _merge(checkpoint, adapter)
+    expected = _with_head(checkpoint, adapter)
+    np.testing.assert_allclose(run_portable(bundle, manifest, TOKENS, 8), expected, atol=2e-4)
+    merged = open_checkpoint(str(checkpoint))
+    assert "top-1 agreement 100.0%" in verify_bundle(merged, bundle, manifest)
+
+
+def _with_head(checkpoint, adapter):
+    """Logits with PEFT's sum at every layer: `y + scale * x A^T B^T`."""
+    model = reference(checkpoint, adapter, {"q_proj": 2.0, "lm_head": 0.0})
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    a, b = (torch.from_numpy(tensors[f"base_model.model.lm_head.lora_{x}.weight"]) for x in "AB")
+    model.lm_head.register_forward_hook(lambda _, x, y: y + 2.0 * (x[0] @ a.T @ b.T))
+    return logits_of(model, TOKENS)
 
 
 def test_bfloat16_keeps_its_type(tmp_path):
