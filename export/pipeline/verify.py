@@ -18,6 +18,7 @@ from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.core.peft_adapter import plain_name, read_adapter
+from edgellm.export.checkpoints.gguf.reader import is_split
 from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.lora_merge import floats
 from edgellm.export.graph.architecture import ExportOptions
@@ -219,6 +220,11 @@ def load_reference(source: Path, spec: DecoderSpec, num_layers: int | None) -> A
     transformers.logging.disable_progress_bar()
     where, extra = source, {}
     if source.suffix == ".gguf":
+        if is_split(source):
+            raise EdgeLLMError(
+                f"transformers reads no GGUF splits, so that nothing was compared: {source}",
+                hint=f"join the files: llama-gguf-split --merge {source.name} OUTPUT.gguf",
+            )
         where, extra = source.parent, {"gguf_file": source.name}
     try:
         config = AutoConfig.from_pretrained(where, local_files_only=True, **extra)

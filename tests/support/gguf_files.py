@@ -62,6 +62,7 @@ def write_gguf(
     model: Any,
     quantization: str | Encode | None = None,
     words: Callable[[Any, int], None] | None = None,
+    max_tensors: int = 0,
     **extra: object,
 ) -> None:
     """Write a model of transformers.
@@ -72,12 +73,13 @@ def write_gguf(
         model: in float32.
         quantization: type of matrices, or a function that gives rows and type of each; None is F32.
         words: writes a tokenizer of that size; None: `write_words`.
+        max_tensors: of a file, if the package divides the model among several.
         extra: keys of the architecture, dots as two underscores.
     """
     import gguf
 
     config = model.config
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=max_tensors)
     _write_facts(writer, arch, config)
     for key, value in extra.items():
         name = f"{arch}.{key.replace('__', '.')}"

@@ -1,13 +1,14 @@
 """GGUF reader: metadata as plain Python, tensors as rows of bytes.
 
-Source: the GGUF specification, versions 2 and 3. The reader of the package gguf makes an array of
-every string of the vocabulary, which takes seconds.
+Source: the GGUF specification, versions 2 and 3, and llama.cpp's gguf-split. The reader of the
+package gguf makes an array of every string of the vocabulary, which takes seconds.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _ALIGNMENT_BYTES = 32  # default
+_SPLIT, _SPLIT_NAME = "split", re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 # Number in the file -> name, values of a block, bytes of a block. Others are from the package.
 _KINDS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),
@@ -54,11 +56,50 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the header and map the tensors.
+    """Read the header and map the tensors, of all files if llama-gguf-split divided the model.
+
+    Args:
+        path: of the file, or of any file of a split. The first has the metadata.
 
     Raises:
-        ValueError: not a GGUF file of a known version, damaged, or truncated.
+        ValueError: not a GGUF file of a known version, damaged, truncated, or its split is not
+            complete.
     """
+    file = _read_one(path)
+    count = file.metadata.get(f"{_SPLIT}.count", 0)
+    return file if count in (0, 1) else _joined(path, count)
+
+
+def is_split(path: Path) -> bool:
+    """Whether a file's name says that it is one of several."""
+    found = _SPLIT_NAME.fullmatch(path.name)
+    return found is not None and int(found[2]) > 1
+
+
+def _joined(path: Path, count: int) -> GGUFFile:
+    """All files of a split, by the names that llama.cpp gives them."""
+    name = _SPLIT_NAME.fullmatch(path.name)
+    if name is None or int(name[2]) != count:
+        raise ValueError(
+            f"it is one of {count} files, whose names must end with -00001-of-{count:05}.gguf"
+        )
+    files: list[GGUFFile] = []
+    for number in range(count):
+        part = path.with_name(f"{name[1]}-{number + 1:05}-of-{count:05}.gguf")
+        if not part.exists():
+            raise ValueError(f"{part.name} is missing")
+        files.append(_read_one(part))
+        said = [files[-1].metadata.get(f"{_SPLIT}.{key}") for key in ("no", "count")]
+        if said != [number, count]:
+            raise ValueError(f"{part.name} says that it is number {said[0]} of {said[1]}, from 0")
+    tensors = tuple(tensor for file in files for tensor in file.tensors)
+    names, metadata = {tensor.name for tensor in tensors}, files[0].metadata
+    if not len(names) == len(tensors) == metadata.get(f"{_SPLIT}.tensors.count", len(tensors)):
+        raise ValueError("its files are of different splits")
+    return GGUFFile(metadata, tensors)
+
+
+def _read_one(path: Path) -> GGUFFile:
     with path.open("rb") as stream:
         header = _Header(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     if header.take(4) != b"GGUF":

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_checkpoint
+from conftest import assert_one_line_error, make_checkpoint
 from gguf_files import CASES, SCORED, TEXTS, write_gguf, write_pieces, write_scored
 
 from edgellm.core.errors import (
@@ -16,6 +16,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer
+from edgellm.export.checkpoints.hf import read_whole
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.resolve import open_checkpoint
@@ -63,6 +64,52 @@ def tiny(tmp_path_factory) -> Callable[[str], Any]:
         return AutoModelForCausalLM.from_pretrained(folder)
 
     return load
+
+
+@pytest.fixture
+def split(tiny, tmp_path):
+    """A model in three files, as the package gguf divides it, beside the same in one."""
+    write_gguf(tmp_path / "whole.gguf", "llama", tiny("llama"), "Q8_0")
+    write_gguf(tmp_path / "part.gguf", "llama", tiny("llama"), "Q8_0", max_tensors=10)
+    parts = sorted(tmp_path.glob("part-*.gguf"))
+    assert parts[2].name == "part-00003-of-00003.gguf"
+    return parts
+
+
+def test_the_files_of_a_split_are_one_model(split, tmp_path):
+    whole = open_checkpoint(str(tmp_path / "whole.gguf"))
+    for path in (split[0], split[2]):
+        found = open_checkpoint(str(path))
+        assert found.config == whole.config
+        assert found.tokenizer_files == whole.tokenizer_files
+        for name, info in whole.blocks.infos().items():
+            assert found.blocks.infos()[name] == info
+            assert read_whole(found.blocks, name) == read_whole(whole.blocks, name)
+        assert found.blocks.infos().keys() == whole.blocks.infos().keys()
+
+
+def test_a_split_that_is_not_complete_is_rejected(split, tmp_path):
+    def fails(path, message):
+        with pytest.raises(BrokenArtifactError, match=message):
+            open_checkpoint(str(path))
+
+    copy = tmp_path / "model.gguf"
+    copy.write_bytes(split[0].read_bytes())
+    fails(copy, r"one of 3 files, whose names must end with -00001-of-00003\.gguf")
+    last = split[2].read_bytes()
+    split[2].write_bytes(split[1].read_bytes())
+    fails(split[0], "part-00003-of-00003.gguf says that it is number 1 of 3")
+    split[2].unlink()
+    fails(split[0], "part-00003-of-00003.gguf is missing")
+    split[2].write_bytes(last[:-200])
+    fails(split[0], "it ends before")
+
+
+def test_verify_names_what_joins_a_split(command_here, split, tmp_path):
+    flags = ("--model_dir", split[0], "--output_dir", tmp_path / "bundle", "--verify")
+    result = command_here("edgellm-export", "llm", *flags)
+    assert_one_line_error(result, "transformers reads no GGUF splits", "llama-gguf-split --merge")
+    assert not (tmp_path / "bundle").exists()
 
 
 @pytest.mark.parametrize(
