@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.core.strict_json import parse
 
 CHUNK_BYTES = 1 << 22
 ITEM_BITS = {
     "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "I8": 8, "U8": 8, "I32": 32, "I64": 64,
-    "BOOL": 8, "F64": 64, "F8_E5M2": 8, "I16": 16, "U16": 16, "U32": 32, "U64": 64,
+    "BOOL": 8, "F64": 64, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
+    "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "U32": 32, "U64": 64, "C64": 64,
 }  # fmt: skip
 
 
@@ -80,6 +81,11 @@ class Safetensors:
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             for name, entry in entries.items():
                 info, begin, end = _place_of(entry)
+                if isinstance(info.dtype, str) and info.dtype not in ITEM_BITS:
+                    raise UnsupportedModelError(
+                        f"{path}: tensor {name} has the unknown type {info.dtype}",
+                        hint=f"convert it to a known one ({', '.join(ITEM_BITS)}), or {remedy}",
+                    )
                 if info.num_bytes != end - begin:
                     raise BrokenArtifactError(f"{path}: wrong size of tensor {name}", hint=remedy)
                 self._add(name, info, path, 8 + length + begin)

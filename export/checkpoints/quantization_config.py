@@ -16,11 +16,11 @@ _LAYOUTS = {
     "auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},
     "intel/auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},  # its first releases
     "awq": {"awq"},
-    "compressed-tensors": {"compressed_tensors", "modelopt"},
+    "compressed-tensors": {"block_fp8", "compressed_tensors", "modelopt"},
     "fbgemm_fp8": {"modelopt"},
     "fp8": {"block_fp8", "modelopt"},
     "gptq": {"gptq"},
-    "modelopt": {"modelopt"},
+    "modelopt": {"block_fp8", "modelopt"},
     "mxfp4": {"mxfp4"},
 }
 

@@ -32,6 +32,7 @@ ONNX_TYPES = {
     "I8": ir.DataType.INT8,
     "U8": ir.DataType.UINT8,
     "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "F8_E8M0": ir.DataType.FLOAT8E8M0,
     "I32": ir.DataType.INT32,
     "I64": ir.DataType.INT64,
     "BOOL": ir.DataType.BOOL,
@@ -128,7 +129,10 @@ class Weights:
         """
         info = self._checked(name, shape)
         if info.dtype not in ("F32", "F16", "BF16"):
-            raise UnsupportedModelError(f"{self._prefix}{name} has type {info.dtype}")
+            raise UnsupportedModelError(
+                f"{self._prefix}{name} has type {info.dtype}",
+                hint="convert it to F32, F16 or BF16, or quantize the model again",
+            )
         full, kind = self._prefix + name, info.dtype
         half = dtype == ir.DataType.FLOAT16
 

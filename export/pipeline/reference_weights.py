@@ -29,6 +29,7 @@ _PARTS = (
     "scales",
     "g_idx",
     "input_scale",
+    "activation_scale",
     "input_global_scale",
     "pre_quant_scale",
 )
@@ -78,7 +79,7 @@ def read_weight(
         return _fp4(found["weight_packed"], found["weight_scale"], largest)
     if "weight_scale_2" in found:
         return _fp4(found["weight"], found["weight_scale"], found["weight_scale_2"].item())
-    return _int4(found) if found["weight"].dtype == np.uint8 else _scaled(found, config)
+    return _int4(found) if found["weight"].dtype == np.uint8 else _scaled(found)
 
 
 def read_input(tensors: TensorSource, name: str) -> Input:
@@ -88,10 +89,11 @@ def read_input(tensors: TensorSource, name: str) -> Input:
         smooth = _read(tensors, f"{name}.pre_quant_scale")
     if "input_global_scale" in own:
         return Input(smooth, "fp4", 1 / _read(tensors, f"{name}.input_global_scale").item())
-    if "input_scale" not in own:
+    scale = next((part for part in ("input_scale", "activation_scale") if part in own), None)
+    if scale is None:
         return Input(smooth)
     kind = {"F8_E4M3": "fp8", "I8": "int8", "U8": "fp4"}[tensors.infos()[f"{name}.weight"].dtype]
-    return Input(smooth, kind, _read(tensors, f"{name}.input_scale").item())
+    return Input(smooth, kind, _read(tensors, f"{name}.{scale}").item())
 
 
 def _parts(tensors: TensorSource, name: str) -> list[str]:
@@ -108,6 +110,7 @@ def _read(tensors: TensorSource, name: str) -> np.ndarray:
         "F16": torch.float16,
         "BF16": torch.bfloat16,
         "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.float8_e8m0fnu,
         "I8": torch.int8,
         "U8": torch.uint8,
         "I32": torch.int32,
@@ -185,15 +188,19 @@ def _int4(found: Mapping[str, Any]) -> F32:
     return codes.astype(np.float32) * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
 
 
-def _scaled(found: Mapping[str, Any], config: Mapping[str, Any]) -> F32:
-    """8-bit codes times scales: per tensor, per output, per block of inputs, or per 2-D block."""
+def _scaled(found: Mapping[str, Any]) -> F32:
+    """8-bit codes times scales: per tensor, per output, per block of inputs, or per 2-D block.
+
+    The last block of outputs or inputs may be smaller; a block has as many outputs as inputs.
+    """
     codes = found["weight"].astype(np.float32)
-    if "weight_scale_inv" in found:
-        rows, columns = config.get("weight_block_size") or (128, 128)
-        steps = np.repeat(np.repeat(found["weight_scale_inv"], rows, 0), columns, 1)
-        return codes * steps[: codes.shape[0], : codes.shape[1]]
-    scales = found["weight_scale"]
+    scales = found["weight_scale_inv" if "weight_scale_inv" in found else "weight_scale"]
     if scales.size == 1:
         return codes * scales.reshape(())
-    scales = scales.reshape(len(codes), -1)
-    return codes * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
+    if scales.ndim == 4:  # [rows, 1, columns, 1]
+        scales = scales[:, 0, :, 0]
+    scales = scales.reshape(len(scales), -1)
+    columns = codes.shape[1] // scales.shape[1]
+    rows = 1 if len(scales) == len(codes) else columns
+    steps = np.repeat(np.repeat(scales, rows, 0), columns, 1)
+    return codes * steps[: len(codes)]

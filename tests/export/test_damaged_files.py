@@ -10,8 +10,9 @@ import struct
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import BrokenArtifactError, EdgeLLMError, UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.peft_adapter import read_adapter
 from edgellm.core.safetensors_io import Safetensors
@@ -113,6 +114,32 @@ def test_tensor_offsets_must_be_whole_numbers(tmp_path, begin):
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(BrokenArtifactError, match="not a safetensors file"):
         Safetensors([path])
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "message"),
+    [
+        ("F8_E8M0", 8, "model.norm.weight has type F8_E8M0"),
+        ("F4", 4, "model.norm.weight has type F4"),
+        ("F5_E2M2", 8, "tensor model.norm.weight has the unknown type F5_E2M2"),
+    ],
+)
+def test_types_that_weights_cannot_have_are_named(folder, kind, bits, message):
+    """A type of the format is no damage, whether edgellm knows it or not."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, path)
+    (length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    header, data = json.loads(path.read_bytes()[8 : 8 + length]), path.read_bytes()[8 + length :]
+    size = norm.size * bits // 8
+    place = [len(data), len(data) + size]
+    header["model.norm.weight"] = {"dtype": kind, "shape": [*norm.shape], "data_offsets": place}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data + bytes(size))
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        export_llm(open_checkpoint(str(folder)), folder / "bundle", ExportOptions(dtype="fp32"))
+    assert caught.value.hint.startswith("convert it to")
 
 
 def _changed(folder: Path, name: str, **changes: object) -> None:

@@ -115,11 +115,20 @@ def fp8_channels(weight: np.ndarray, random: np.random.Generator) -> tuple[Tenso
     return {"weight": codes, "weight_scale": scale}, codes.astype(np.float32) * scale
 
 
-def fp8_blocks(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-    """Square blocks of 16, cut at the last outputs when there are no multiples of them."""
+def fp8_blocks(
+    weight: np.ndarray,
+    random: np.random.Generator,
+    name: str = "weight_scale_inv",
+    size: int = 16,
+    *,
+    powers: bool = False,
+) -> tuple[Tensors, np.ndarray]:
+    """Square blocks, cut at the last outputs when there are no multiples of them.
+
+    `powers`: scales are powers of two, as exponents (E8M0).
+    """
     del random
     out, width = weight.shape
-    size = 16
     scale = np.zeros((-(-out // size), width // size), np.float32)
     codes = np.zeros(weight.shape, ml_dtypes.float8_e4m3fn)
     value = np.zeros_like(weight)
@@ -127,9 +136,30 @@ def fp8_blocks(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors
         for column in range(scale.shape[1]):
             place = (slice(row * size, (row + 1) * size), slice(column * size, (column + 1) * size))
             scale[row, column] = np.abs(weight[place]).max() / 448
+            if powers:
+                scale[row, column] = 2 ** np.ceil(np.log2(scale[row, column]))
             codes[place] = e4m3(weight[place] / scale[row, column])
             value[place] = codes[place].astype(np.float32) * scale[row, column]
-    return {"weight": codes, "weight_scale_inv": scale}, value
+    stored = scale.astype(ml_dtypes.float8_e8m0fnu) if powers else scale
+    return {"weight": codes, name: stored}, value
+
+
+def fp8_blocks_modelopt(
+    weight: np.ndarray, random: np.random.Generator
+) -> tuple[Tensors, np.ndarray]:
+    """ModelOpt FP8_PB_WO: scales have the shape of its block quantizer's maxima."""
+    tensors, value = fp8_blocks(weight, random, "weight_scale")
+    return {**tensors, "weight_scale": tensors["weight_scale"][:, None, :, None]}, value
+
+
+def fp8_whole(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """FP8 by transformers with `weight_block_size` null, as Ministral 3."""
+    tensors, value = fp8(weight, random)
+    return {
+        "weight": tensors["weight"],
+        "weight_scale_inv": tensors["weight_scale"],
+        "activation_scale": tensors["input_scale"],
+    }, value
 
 
 def int8_smoothed(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
@@ -171,6 +201,16 @@ def int8_weights(weight: np.ndarray, random: np.random.Generator) -> tuple[Tenso
     scale = (np.abs(weight).max(1) / 127).astype(np.float32)
     codes = np.rint(weight / scale[:, None]).astype(np.int8)
     return {"weight": codes, "weight_scale": scale}, codes * scale[:, None]
+
+
+def ct_int8_groups(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """compressed-tensors int-quantized, strategy `group`."""
+    del random
+    blocks = weight.reshape(len(weight), -1, 16)
+    scale = (np.abs(blocks).max(-1) / 127).astype(np.float32)
+    codes = np.rint(blocks / scale[..., None]).astype(np.int8)
+    value = (codes * scale[..., None]).reshape(weight.shape)
+    return {"weight": codes.reshape(weight.shape), "weight_scale": scale}, value
 
 
 def _nvfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.float32, np.ndarray]:
@@ -347,6 +387,28 @@ LAYOUTS = {
     "fp8-blocks": Layout(
         fp8_blocks, {"quant_method": "fp8", "weight_block_size": [16, 16]}, kind="fp8"
     ),
+    "fp8-powers": Layout(
+        functools.partial(fp8_blocks, powers=True),
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        kind="fp8",
+    ),
+    "fp8-whole": Layout(
+        fp8_whole, {"quant_method": "fp8", "weight_block_size": None}, rounds="fp8", kind="fp8"
+    ),
+    "ct-fp8-blocks": Layout(
+        functools.partial(fp8_blocks, name="weight_scale"),
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": {"weights": {"block_structure": [16, 16]}}},
+        },
+        kind="fp8",
+    ),
+    "fp8-pb-wo": Layout(
+        fp8_blocks_modelopt,
+        modelopt={"quant_algo": "FP8_PB_WO", "weight_block_size": [16, 16]},
+        kind="fp8",
+    ),
+    "ct-int8-groups": Layout(ct_int8_groups, {"quant_method": "compressed-tensors"}, kind="int8"),
 }
 
 
@@ -380,8 +442,8 @@ def write_checkpoint(
 
 def _torch(array: np.ndarray) -> torch.Tensor:
     array = np.ascontiguousarray(array).reshape(array.shape)
-    if array.dtype == ml_dtypes.float8_e4m3fn:
-        return torch.from_numpy(array.view(np.uint8)).view(torch.float8_e4m3fn)
+    if array.dtype.name in ("float8_e4m3fn", "float8_e8m0fnu"):
+        return torch.from_numpy(array.view(np.uint8)).view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 

@@ -15,6 +15,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
+from edgellm.export.checkpoints.gptq_conventions import num_groups
 from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
     BlockWeight,
@@ -97,6 +98,8 @@ def _eight_bits(
     onnx_type = _EIGHT_BITS[stored_type]
     codes = weights.array("weight", shape, stored_type)
     if info.shape not in ((), (1,), (1, 1), (out,), (out, 1)):
+        if stored_type == "I8" and len(info.shape) == 2:
+            return _int8_groups(weights, shape, dtype)
         raise UnsupportedModelError(
             f"{name}weight_scale has shape {list(info.shape)}: neither one scale nor one of each "
             f"of the {out} output channels"
@@ -116,6 +119,23 @@ def _eight_bits(
         ),
         block_size=0,
         input=_static_input(weights, onnx_type),
+    )
+
+
+def _int8_groups(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear:
+    """INT8 [out, in] with scales [out, in / g], as compressed-tensors' strategy `group`."""
+    out, width = shape
+    name, info = f"{weights.prefix}weight", weights.info("weight_scale")
+    assert info is not None
+    blocks = num_groups(weights, width, info, 1)
+    codes = weights.array("weight", shape, "I8")
+    scale = weights.array("weight_scale", (out, blocks), info.dtype)
+    return QuantizedLinear(
+        codes=stored(name, ir.DataType.INT8, (width, out), lambda: codes().T),
+        scales=scale_tensor(
+            f"{name}_scale", (blocks, out), dtype, lambda: scale().T, has_signs=True
+        ),
+        block_size=width // blocks,
     )
 
 
