@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
+from edgellm.core.commands.launch import INTERRUPTED, INTERRUPTED_CODE
 from edgellm.core.errors import EdgeLLMError
 
 # Accepted spellings of flags: --engine-dir is --engineDir, --model-dir is --model_dir.
@@ -297,7 +298,7 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
     except BaseException as error:  # only at the top level of a command
         # Extension modules turn an interrupt during their import into an ImportError.
         if interrupts or isinstance(error, KeyboardInterrupt):
-            _fail("interrupted; nothing half-written was left", "", 130)
+            _fail(INTERRUPTED, "", INTERRUPTED_CODE)
         if isinstance(error, SystemExit) or app.shows_tracebacks:
             raise
         _fail(*_explain(error))

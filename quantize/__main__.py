@@ -1,5 +1,5 @@
 """`python -m edgellm.quantize`."""
 
-from edgellm.quantize.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.quantize.cli")

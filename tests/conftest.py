@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ import without_host
 from hypothesis import settings
 
 from edgellm.core.cli import _explain as explain
+from edgellm.core.commands.launch import MODULES
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.scripts import smollm2
@@ -302,8 +302,7 @@ def command_here() -> Command:
     """
 
     def run(name: str, *arguments: object) -> subprocess.CompletedProcess:
-        (entry,) = metadata.entry_points(group="console_scripts", name=name)
-        app = importlib.import_module(entry.module).app
+        app = importlib.import_module(MODULES[name]).app
         out, errors, code = io.StringIO(), io.StringIO(), 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             try:

@@ -14,8 +14,10 @@ from typing import Annotated
 import pytest
 import typer
 from conftest import assert_one_line_error
+from installed import SCRIPTS
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.commands import launch
 from edgellm.core.errors import EdgeLLMError
 
 
@@ -132,6 +134,30 @@ def test_an_interrupt_of_a_finalizer_is_not_lost():
     _, printed = process.communicate(timeout=30)
     assert process.returncode == 130
     assert printed == "error: interrupted; nothing half-written was left\n"
+
+
+# Presses Ctrl-C when the first of a command's modules is imported.
+AT_THE_FIRST_IMPORT = """
+import os, signal, sys
+from edgellm.core.commands import launch
+class Press:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Press())
+getattr(launch, sys.argv[1])()
+"""
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_interrupt_while_a_command_is_imported(name):
+    module, function = SCRIPTS[name].split(":")
+    assert module == launch.__name__
+    assert function in {command.replace("-", "_") for command in launch.MODULES}
+    words = [sys.executable, "-c", AT_THE_FIRST_IMPORT, function]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "error: interrupted; nothing half-written was left\n"
 
 
 NOTED = """

@@ -7,10 +7,11 @@ import shlex
 
 import pytest
 import typer
-from installed import ROOT, SCRIPTS
+from installed import ROOT
 from typer.testing import CliRunner
 
 from edgellm.core.command_help import COMMON, GROUPS, REST, group_flags
+from edgellm.core.commands.launch import MODULES
 from edgellm.scripts.site.flags import commands
 
 APPS = dict(commands((ROOT / "pyproject.toml").read_text("utf-8")))
@@ -76,4 +77,4 @@ def test_a_group_of_commands_shows_examples_of_two(script):
 def typer_app(name: str) -> typer.Typer:
     import importlib
 
-    return importlib.import_module(SCRIPTS[name.split()[0]].partition(":")[0]).app
+    return importlib.import_module(MODULES[name.split()[0]]).app

@@ -11,9 +11,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
+from edgellm.core.commands.launch import MODULES
 from edgellm.tools.tables import Table, markdown
 
-_SCRIPT = re.compile(r'^([\w-]+) = "([\w.]+):main"$', re.MULTILINE)
+_SCRIPT = re.compile(r"^([\w-]+) = ", re.MULTILINE)
 # Flags of every command
 _COMMON = {"debug", "install_completion", "show_completion", "help"}
 
@@ -37,8 +38,8 @@ def command_page(project: str) -> str:
 def commands(project: str) -> Iterator[tuple[str, TyperCommand]]:
     """Yield name and command of every script, and of every subcommand but aliases of scripts."""
     section = project.partition("[project.scripts]")[2].partition("\n[")[0]
-    for name, module in _SCRIPT.findall(section):
-        app = importlib.import_module(module).app
+    for name in _SCRIPT.findall(section):
+        app = importlib.import_module(MODULES[name]).app
         command = typer.main.get_command(app)
         if isinstance(command, TyperGroup):
             aliases = {sub for sub, one in app.subcommands.items() if one.is_alias}

@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.bench`."""
 
-from edgellm.tools.bench.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.bench.cli")

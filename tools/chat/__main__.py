@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.chat`."""
 
-from edgellm.tools.chat.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.chat.cli")

@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.doctor`."""
 
-from edgellm.tools.doctor.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.doctor.cli")

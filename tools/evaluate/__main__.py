@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.evaluate`."""
 
-from edgellm.tools.evaluate.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.evaluate.cli")

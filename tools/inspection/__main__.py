@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.inspection`."""
 
-from edgellm.tools.inspection.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.inspection.cli")

@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.serve`."""
 
-from edgellm.tools.serve.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.serve.cli")

@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.train_draft`."""
 
-from edgellm.tools.train_draft.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.train_draft.cli")

@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.transfer`."""
 
-from edgellm.tools.transfer.cli import main
+from edgellm.core.commands.launch import run
 
-main()
+run("edgellm.tools.transfer.cli")
