@@ -8,6 +8,9 @@ TEST_VENV := .venv
 MINUTES ?= 60
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
+# They count what a server does in a time, so they run after the others.
+ALONE = $(addprefix tests/tools/serve/test_,aiperf.py clients.py hostile.py hybrids.py load.py)
+
 .PHONY: adversary bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
 
 demo: $(DEMO_VENV)/installed
@@ -18,7 +21,7 @@ test: $(TEST_VENV)/installed
 	$(call RUFF_AND_LAYERS,$(TEST_VENV))
 	$(TEST_VENV)/bin/python -m edgellm.scripts.smollm2
 	$(MAKE) --jobs 2 all-types most-tests
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 tests/tools/serve
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 $(ALONE)
 
 all-types: $(TEST_VENV)/installed
 	$(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
@@ -26,7 +29,7 @@ all-types: $(TEST_VENV)/installed
 most-tests: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
 		--dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 25 --folders \
-		--ignore tests/tools/serve
+		$(addprefix --ignore=,$(ALONE))
 
 # Random attacks on everything that reads, writes or answers; the test suite has a share of them.
 adversary: $(TEST_VENV)/installed

@@ -19,7 +19,8 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.pipeline.verify import run_portable
 
 pytestmark = pytest.mark.real
-PREFILL, DECODED = 256, 32
+PREFILL, DECODED = 128, 16
+ROWS = 96  # of a comparison of precisions
 TEXT = (Path(__file__).parent.parent / "LICENSE").read_text("utf-8")
 
 
@@ -57,7 +58,7 @@ def transformers_model(smollm2_gguf):
 
 @pytest.fixture(scope="module")
 def reference(bundle, transformers_model):
-    """256 tokens of text, 32 tokens that transformers decodes greedily, logits of them all.
+    """128 tokens of text, 16 tokens that transformers decodes greedily, logits of them all.
 
     The logits in float64: two float32 computations may lie twice as far apart as either is wrong.
     """
@@ -157,10 +158,10 @@ def test_int4_engine_keeps_its_precision_switch_honest(int4_engine, reference):
     no such option.
     """
     ids, expected = reference
-    ids, expected = ids[:128], expected[:128]
+    ids, expected = ids[:ROWS], expected[:ROWS]
     session = open_decoder(int4_engine, load_engine(int4_engine, LLM_ENGINE))
     in_int8 = session.run(ids, 0, np.arange(len(ids))).logits.copy()
-    rows = [session.run(ids[at : at + 1], at, np.array([0])).logits[0].copy() for at in range(128)]
+    rows = [session.run(ids[at : at + 1], at, np.array([0])).logits[0].copy() for at in range(ROWS)]
     in_int4 = np.stack(rows)
 
     def divergence(p: np.ndarray, q: np.ndarray) -> float:
@@ -178,20 +179,20 @@ def _requests(count: int) -> list[dict]:
 
 def test_speculative_outputs_of_edgellms_kernels_are_bit_identical(bundles, tmp_path):
     llm = LLM(build(bundles, tmp_path / "own", "int4", "edgellm"), spec=SpecOptions(tree="cost"))
-    for comparison in prove(llm, Options(max_generate_length=64), _requests(12)):
+    for comparison in prove(llm, Options(max_generate_length=48), _requests(6)):
         assert comparison.line().endswith("tokens, identical, equal bits")
 
 
 def test_speculative_fp32_outputs_are_identical(engine):
     llm = LLM(engine, spec=SpecOptions(tree="cost"))
     accepted = verified = 0
-    for request in _requests(5):
+    for request in _requests(3):
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
                 request["messages"],
                 sampling=SamplingParams(temperature=0),
-                max_generate_length=64,
+                max_generate_length=48,
                 speculative=speculative,
             )
             list(answer)
@@ -204,7 +205,7 @@ def test_speculative_fp32_outputs_are_identical(engine):
 
 def test_int4_divergences_are_close_calls(int4_engine):
     llm = LLM(int4_engine, spec=SpecOptions(tree="fixed"))
-    for comparison in prove(llm, Options(max_generate_length=64), _requests(3)):
+    for comparison in prove(llm, Options(max_generate_length=48), _requests(2)):
         if comparison.divergence is not None:
             assert comparison.margin is not None
             assert comparison.spread is not None
