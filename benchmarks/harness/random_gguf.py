@@ -1,4 +1,4 @@
-"""GGUF files of random weights: float16 ones to quantize with llama.cpp, or 4-bit blocks."""
+"""GGUF files of random weights: float16 ones to quantize with llama.cpp, or blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ _LAYERS = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-_BLOCKS = {"Q4_0": (32, 18), "Q4_K": (256, 144)}  # values and bytes of a block
+# Offsets of a block's float16 scale and minimum (-1: none), and a scale of values near 0.02.
+_SCALES = {
+    "Q4_0": (0, -1, 5e-3), "Q4_1": (0, 2, 5e-3), "Q5_0": (0, -1, 2e-3), "Q5_1": (0, 2, 2e-3),
+    "Q8_0": (0, -1, 3e-4), "Q2_K": (80, 82, 1e-3), "Q3_K": (108, -1, 6e-4), "Q4_K": (0, 2, 1e-4),
+    "Q5_K": (0, 2, 5e-5), "Q6_K": (208, -1, 2e-5), "IQ4_NL": (0, -1, 3e-4), "IQ4_XS": (0, -1, 2e-5),
+}  # fmt: skip
+_LARGEST = {"Q4_1": 15, "Q5_1": 31, "Q2_K": 3, "Q4_K": 15, "Q5_K": 31}  # codes of those with minima
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -76,7 +82,7 @@ def write_llama(config: dict[str, Any], kind: str, path: Path) -> None:
 
 def _write_tensors(writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
     """Write all matrices except routers in blocks of a kind, tensor by tensor."""
-    values, size = _BLOCKS[kind]
+    values, size = _block_sizes(kind)
     in_blocks = gguf.GGMLQuantizationType[kind]
     for name, shape in shapes.items():
         if _is_float(name):
@@ -118,15 +124,25 @@ def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         yield f"blk.{layer}.{_LAYERS[module]}.weight", shape
 
 
+def _block_sizes(kind: str) -> tuple[int, int]:
+    """Return values and bytes of a block."""
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+
+
 def _blocks(kind: str) -> np.ndarray:
     """Return random blocks with values of about 0.02."""
-    _, size = _BLOCKS[kind]
+    _, size = _block_sizes(kind)
     some = np.random.default_rng(0).integers(0, 256, (16384, size), np.uint8)
-    scale = 0.005 if kind == "Q4_0" else 1e-4
-    some[:, :2] = np.full(1, scale, np.float16).view(np.uint8)
-    if kind == "Q4_K":
-        some[:, 2:4] = np.full(1, 7.5 * scale, np.float16).view(np.uint8)
+    place, minimum, scale = _SCALES[kind]
+    some[:, place : place + 2] = _half(scale)
+    if minimum >= 0:
+        sign = 1 if kind.endswith("_K") else -1  # which subtract their minimum
+        some[:, minimum : minimum + 2] = _half(sign * _LARGEST[kind] / 2 * scale)
     return some.reshape(-1)
+
+
+def _half(number: float) -> np.ndarray:
+    return np.full(1, number, np.float16).view(np.uint8)
 
 
 def _add_words(writer: gguf.GGUFWriter, count: int) -> None:
