@@ -15,13 +15,13 @@ from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls, requ
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.block_factors import slice_first, stored_tensor
 from edgellm.build.lowering.linears.weights import (
-    KINDS,
     LinearWeight,
     WeightPart,
+    kind_of,
     layer_name,
     linear_layers,
 )
-from edgellm.build.lowering.weights import constant_array
+from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.onnx_functions import (
     BLOCK_EXPERTS,
@@ -227,7 +227,7 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], size_name: s
     count, rows, columns = (int(dim) for dim in codes.shape.numpy())
     is_by_output = call.op_type in (EXPERTS, BLOCK_EXPERTS, *_FP4_BLOCKS)
     shape = (count, columns, rows) if is_by_output else (count, rows, columns)
-    kind = _KINDS.get(call.op_type) or KINDS[codes.dtype]
+    kind = _KINDS.get(call.op_type) or kind_of(codes)
     if kind == "fp4":
         shape = (count, 2 * columns, rows)
     size = call.attributes[size_name].as_int() if size_name in call.attributes else 0
@@ -235,7 +235,7 @@ def _stack(call: ir.Node, name: str, values: list[ir.Value | None], size_name: s
     return Stack(
         kind=kind,
         name=name,
-        parameter=str(given[0].name),
+        parameter=parameter_name(given[0]),
         shape=shape,
         block_size=block,
         call=call,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.embeddings import table_of
+from edgellm.build.lowering.embeddings import BlockTable, table_of
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.function_calls import find_calls
 from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.linears.weights import LinearWeight, layer_name, linear_layers
-from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import packed_table
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import has_own_factors, packed_table
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import forms_of
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
 from edgellm.build.onnxruntime_cpu.graph_variants import variants_of
@@ -106,9 +106,8 @@ def _read(model: ir.Model, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
     """Weight sizes that a check reads at once, in order, and copies to float32; 0: none."""
     layers = {layer.call: layer for layer in ExpertLayer.all_of(model.graph)}
     for node in model.graph:
-        table = table_of(node)
-        if table is not None and table.const_value is not None:
-            yield table.const_value.size, 0
+        if (table := table_of(node)) is not None:
+            yield table[1].size, 0
         elif (weight := LinearWeight.of(node)) is not None:
             steps = _steps(weight, is_rounded=is_rounded)
             for first in range(0, weight.count, SLICE):
@@ -206,15 +205,16 @@ def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
     heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
     sizes = [0]
     for node in model.graph:
-        value = table_of(node)
-        table = value.const_value if value is not None else None
-        if table is None:
+        if (table := table_of(node)) is None:
             continue
-        found = None
-        if kernel is not None and node.op_type == "Gather":
-            found = packed_table(node, kernel)
-        size = min(table.nbytes, 4 * table.size) if found is None else found[0].num_bytes
-        sizes.append(0 if found is not None and found[1] in heads else size)
+        blocks = BlockTable.of(node)
+        factors = sum(each.nbytes for each in blocks.stored_factors) if blocks is not None else 0
+        found = packed_table(node, kernel) if kernel is not None else None
+        if found is None:
+            sizes.append(min(table[1].nbytes, 4 * table[1].size) + factors)
+            continue
+        own = factors if blocks is not None and has_own_factors(blocks) else 0
+        sizes.append(own + (0 if found[1] in heads else found[0].num_bytes))
     return max(sizes)
 
 

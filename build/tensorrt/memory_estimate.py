@@ -13,7 +13,6 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.embeddings import table_of
 from edgellm.build.lowering.linears.weights import LinearWeight, linear_layers
-from edgellm.build.lowering.weights import parameter_name
 from edgellm.build.plan import Estimate
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.lowering.linears import is_widened
@@ -120,8 +119,7 @@ def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
     found = {}
     for node in model.graph:
         table = table_of(node)
-        tensor = table.const_value if table is not None else None
-        if table is not None and tensor is not None and len(tensor.shape) == 2:
-            dims = tuple(tensor.shape.numpy())
-            found[parameter_name(table)] = int(math.prod(dims) * dtype.itemsize)
+        if table is not None and len(table[1].shape) == 2:
+            dims = tuple(table[1].shape.numpy())
+            found[table[0]] = int(math.prod(dims) * dtype.itemsize)
     return found

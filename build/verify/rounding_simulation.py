@@ -21,7 +21,7 @@ from edgellm.core.model_spec import KVCacheSpec
 # Nodes that decode a weight; Gather looks up codes in a table of values.
 _DECODING = (
     "Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Mul", "Add", "Concat",
-    "Unsqueeze", "Gather", "BitwiseAnd",
+    "Unsqueeze", "Gather", "BitwiseAnd", "BitwiseOr", "BitShift", "Sub",
 )  # fmt: skip
 _CODES = {"Gather": 1}  # index of the codes' input if it is not the first
 _SHIFTS = 1024  # layers share one error table, shifted by up to this many columns

@@ -18,7 +18,7 @@ from edgellm.build.host_info import trim
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.function_calls import LINEARS, find_calls
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linears.block_factors import slice_first, stored_tensor
+from edgellm.build.lowering.linears.block_factors import Joined, slice_first, stored_tensor
 from edgellm.build.lowering.linears.weights import WeightPart
 from edgellm.build.verify.merge_graphs import SECOND, together
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory
@@ -100,7 +100,7 @@ def _parts(codes: ir.TensorProtocol, entries: int, each: int, steps: int = 1) ->
     """Slices of the first axis in whole steps of entries with `each` values; []: not sliced."""
     step = max(1, SLICE // (each * steps)) * steps
     bits = codes.dtype.bitwidth * math.prod(codes.shape.numpy()[1:])
-    if step >= entries or bits % 8 or not isinstance(codes, ir.ExternalTensor):
+    if step >= entries or bits % 8 or not isinstance(codes, (ir.ExternalTensor, Joined)):
         return []
     return [slice(first, min(first + step, entries)) for first in range(0, entries, step)]
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.packed_codes import PackedCodes
 from edgellm.export.checkpoints.weights import StoredTensor, as_bytes
 
 Load = Callable[[], np.ndarray]
@@ -48,11 +49,19 @@ class BlockFactors:
     shared: int = 0  # blocks that share one of `scales`
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPlanes:
+    """Codes in planes, uint8 [..., in * bits / 8] each."""
+
+    form: PackedCodes
+    planes: tuple[StoredTensor, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWeight:
     """A weight [out, in] as `codes * scales + minima`, with blocks along the input."""
 
-    codes: StoredTensor
+    codes: StoredTensor | StoredPlanes
     block_size: int
     scales: BlockFactors
     minima: BlockFactors | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from edgellm.export.checkpoints import quantized
+from edgellm.export.checkpoints.quantized_weight import StoredPlanes
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.layers.linear import block_operands
+from edgellm.export.layers.linear import stored_factors
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions import blocks as block_functions
 from edgellm.export.onnx.functions.attention import call
@@ -35,7 +36,11 @@ class Embedding:
             table = op.parameter(self.weights.take("weight", self.shape, op.dtype))
             rows = op.Gather(table, token_ids, axis=0)
             return rows if table.dtype == op.dtype else op.Cast(rows, to=int(op.dtype))
-        function = block_functions.block_rows(has_minima=blocks.minima is not None)
-        operands = block_operands(op, blocks)
+        factors = [each for each in (blocks.scales, blocks.minima) if each is not None]
+        codes = blocks.codes
+        is_packed = isinstance(codes, StoredPlanes)
+        form, planes = (codes.form, codes.planes) if is_packed else (None, (codes,))
+        function = block_functions.block_rows(has_minima=len(factors) > 1, packed=form)
+        operands = [*map(op.parameter, planes), *(stored_factors(op, each) for each in factors)]
         rows = call(op, function, token_ids, *operands, block_size=blocks.block_size)
         return op.Cast(rows, to=int(op.dtype))

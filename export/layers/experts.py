@@ -16,7 +16,7 @@ from edgellm.export.checkpoints.experts.weights import Operand, Stack
 from edgellm.export.checkpoints.quantized_weight import BlockFactors
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.layers.linear import stored_factors
+from edgellm.export.layers.linear import stored_codes, stored_factors
 from edgellm.export.layers.mlp import MLP
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import call
@@ -216,4 +216,6 @@ class Mixture:
 def _operand(op: Op, stored: Operand) -> ir.Value:
     if stored is None:
         return op.constant(np.zeros((1, 1, 1), np.float16), ir.DataType.FLOAT16)
-    return stored_factors(op, stored) if isinstance(stored, BlockFactors) else op.parameter(stored)
+    return (
+        stored_factors(op, stored) if isinstance(stored, BlockFactors) else stored_codes(op, stored)
+    )

@@ -10,8 +10,9 @@ from edgellm.export.checkpoints.quantized_weight import (
     BlockWeight,
     InputRounding,
     QuantizedLinear,
+    StoredPlanes,
 )
-from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.checkpoints.weights import StoredTensor, Weights
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions import attention, blocks
 from edgellm.export.onnx.functions.attention import call
@@ -48,7 +49,14 @@ class Linear:
 def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:
     """Operands of `block_linear`: codes, scales, and minima if any."""
     factors = [weight.scales, *([] if weight.minima is None else [weight.minima])]
-    return [op.parameter(weight.codes), *(stored_factors(op, each) for each in factors)]
+    return [stored_codes(op, weight.codes), *(stored_factors(op, each) for each in factors)]
+
+
+def stored_codes(op: Op, codes: StoredTensor | StoredPlanes) -> ir.Value:
+    """Codes as an operand of block functions."""
+    if isinstance(codes, StoredTensor):
+        return op.parameter(codes)
+    return call(op, blocks.packed_codes(codes.form), *map(op.parameter, codes.planes))
 
 
 def stored_factors(op: Op, factors: BlockFactors) -> ir.Value:

@@ -1,6 +1,6 @@
-"""Operands of a linear layer or an embedding: stored, or quantized scales and minima.
+"""Operands of a linear layer or an embedding: stored, codes in planes, quantized scales and minima.
 
-`slice_first` and `slice_last` take slices of both, and read only these from a file.
+`slice_first` takes slices of all, `slice_last` of stored ones; both read only these from a file.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.build.lowering.function_calls import is_call, require_known
+from edgellm.build.lowering.function_calls import CODES, is_call, require_known
 from edgellm.build.lowering.weights import stored_array, stored_columns
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.onnx_functions import BLOCK_FACTORS
+from edgellm.core.packed_codes import FUNCTIONS_OF_CODES, IQ4, PackedCodes
 
 
 class _Made(ir.LazyTensor):
@@ -48,6 +49,42 @@ class Factors(_Made):
         return stored_array(self.codes).astype(np.float32) * repeated
 
 
+class Joined(_Made):
+    """Codes of planes: int8 or uint8 [..., in]."""
+
+    def __init__(
+        self, *, planes: Sequence[ir.TensorProtocol], form: PackedCodes, name: str
+    ) -> None:
+        """`planes`: uint8 [..., in * bits / 8] each."""
+        self.planes, self.form = planes, form
+        *outer, width = (int(dim) for dim in planes[0].shape.numpy())
+        super().__init__(
+            make=self._joined,
+            dtype=ir.DataType.INT8 if form.has_signs else ir.DataType.UINT8,
+            dims=(*outer, width * 8 // form.planes[0]),
+            name=name,
+        )
+
+    def _joined(self) -> np.ndarray:
+        form = self.form
+        low, *high = (
+            _spread(stored_array(plane), bits)
+            for plane, bits in zip(self.planes, form.planes, strict=True)
+        )
+        for part in high:
+            low |= part << np.uint8(form.planes[0])
+        if form.by_table:
+            return np.array(IQ4, np.int8)[low]
+        return (low - np.uint8(1 << (form.bits - 1))).view(np.int8) if form.is_signed else low
+
+
+def _spread(plane: np.ndarray, bits: int) -> np.ndarray:
+    """The parts of all codes, uint8 [..., in]."""
+    parts = plane[..., None] >> np.arange(0, 8, bits, dtype=np.uint8)
+    parts &= np.uint8((1 << bits) - 1)
+    return parts.reshape(*plane.shape[:-1], -1)
+
+
 def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
     """An operand of `call`.
 
@@ -57,6 +94,11 @@ def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:
     if value.const_value is not None:
         return value.const_value
     factors = value.producer()
+    if factors is not None and is_call(factors, *CODES):
+        require_known(factors)
+        planes = [stored_tensor(each, call) for each in factors.inputs if each is not None]
+        form = FUNCTIONS_OF_CODES[factors.op_type]
+        return Joined(planes=planes, form=form, name=str(value.name))
     if factors is None or not is_call(factors, BLOCK_FACTORS):
         raise BrokenArtifactError(
             f"{call.name}: {value.name} is not a stored weight", hint="export the bundle again"
@@ -83,6 +125,9 @@ def slice_first(
             slice_first(each, part, drops_axis=drops_axis) for each in (tensor.codes, tensor.scales)
         )
         return Factors(codes=codes, scales=scales, shared=tensor.shared, name=str(tensor.name))
+    if isinstance(tensor, Joined):
+        planes = [slice_first(each, part, drops_axis=drops_axis) for each in tensor.planes]
+        return Joined(planes=planes, form=tensor.form, name=str(tensor.name))
     dims = [int(dim) for dim in tensor.shape.numpy()]
     if not dims or (dims[0] == 1 and not drops_axis):
         return tensor

@@ -15,8 +15,13 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.build.lowering.function_calls import LINEARS, is_call, require_known
-from edgellm.build.lowering.linears.block_factors import slice_first, slice_last, stored_tensor
-from edgellm.build.lowering.weights import U8, stored_array
+from edgellm.build.lowering.linears.block_factors import (
+    Joined,
+    slice_first,
+    slice_last,
+    stored_tensor,
+)
+from edgellm.build.lowering.weights import U8, parameter_name, stored_array
 from edgellm.core.onnx_functions import (
     BLOCK_LINEAR,
     FP4_LINEAR,
@@ -62,7 +67,7 @@ class WeightPart:
     kind: str  # "dense", or one of KINDS
     shape: tuple[int, int]
     block_size: int  # 0: one scale, or one of each output channel
-    parameter: str  # the name of the weight, or of its codes
+    parameter: str  # the name of the weight, or of its codes, or their first plane
     stored: tuple[ir.TensorProtocol, ...]  # the weight; or codes, scales and further operands
     operation: str = QUANTIZED_LINEAR
 
@@ -79,10 +84,10 @@ class WeightPart:
         rows, columns = dims if call.op_type in _BY_INPUT else dims[::-1]
         block = call.attributes["block_size"].as_int() if "block_size" in call.attributes else 0
         return cls(
-            kind=KINDS[first.dtype] if is_quantized else "dense",
+            kind=kind_of(first) if is_quantized else "dense",
             shape=(rows, columns),
             block_size=_FP4_BLOCK if call.op_type == FP4_LINEAR else block,
-            parameter=str(values[0].name),
+            parameter=parameter_name(values[0]),
             stored=tensors,
             operation=call.op_type,
         )
@@ -339,6 +344,13 @@ class LinearWeight:
             scales=np.concatenate([blocks.scales for blocks in found]),
             zero_points=zeros,
         )
+
+
+def kind_of(codes: ir.TensorProtocol) -> str:
+    """One of `KINDS`: that of the smallest type with all values."""
+    if isinstance(codes, Joined):
+        return "int4" if codes.form.has_4_bits else "int8"
+    return KINDS[codes.dtype]
 
 
 def weight_kinds(model: ir.Model) -> set[str]:

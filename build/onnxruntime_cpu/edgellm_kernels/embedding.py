@@ -2,42 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.embeddings import BlockTable, looked_up_factors
+from edgellm.build.lowering.function_calls import CODES, ROWS, find_calls, is_call
 from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.lowering.linears.block_factors import Factors
 from edgellm.build.lowering.linears.groups import LinearKernel
-from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, layer_name
+from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, kind_of, layer_name
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears, packed_weight
-from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import form_of
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import (
+    form_of,
+    keeps_codes,
+    middle_of,
+)
+from edgellm.core.onnx_functions import BLOCK_LINEAR, OFFSET_LINEAR
 from edgellm.device_runtime.kernels.library import DOMAIN
 from edgellm.device_runtime.kernels.pack import PackedForm
 
 
 def lower_embeddings(graph: GraphEditor, kernel: OwnLinears) -> None:
     """Rewrite all lookups in packed tables, see `packed_table`."""
-    for gather in graph.find("Gather"):
-        if (found := packed_table(gather, kernel)) is None:
+    for node in (*graph.find("Gather"), *find_calls(graph.graph, *ROWS)):
+        if (found := packed_table(node, kernel)) is None:
             continue
         form, name, weight = found
-        graph.cursor = gather
-        rows = graph.node(
-            "LookUp", [gather.inputs[1], packed_weight(graph, form, name, weight)], domain=DOMAIN
-        )
-        graph.replace(gather.outputs[0], rows)
-        graph.graph.remove(gather, safe=True)
+        graph.cursor = node
+        ids, own, middle = node.inputs[1], [], 0
+        if (table := BlockTable.of(node)) is not None:
+            ids = table.ids
+            if has_own_factors(table):
+                own, middle = looked_up_factors(graph, table), middle_of(weight.parts[0], form)
+        packed = packed_weight(graph, form, name, weight)
+        rows = graph.node("LookUp", [ids, packed, *own], domain=DOMAIN, middle=middle)
+        graph.replace(node.outputs[0], rows)
+        graph.graph.remove(node, safe=True)
 
 
-def packed_table(
-    gather: ir.Node, kernel: OwnLinears
-) -> tuple[PackedForm, str, LinearWeight] | None:
+def has_own_factors(table: BlockTable) -> bool:
+    """Whether packed scales and minima are rounded; lookups then read the table's own."""
+    return len(table.factors) > 1 or any(isinstance(each, Factors) for each in table.factors)
+
+
+def packed_table(node: ir.Node, kernel: OwnLinears) -> tuple[PackedForm, str, LinearWeight] | None:
     """Packed form and name of a lookup's table; None: not packed.
 
-    A tied head shares its weight, except in INT4, which costs more accuracy as an embedding than as
-    a head. Such tables become int8 in blocks of 32, as do all others if layers of their width are
-    rounded.
+    A tied head shares its weight, except where the build rounds it to INT4, which costs more
+    accuracy as an embedding than as a head. Such tables become int8 in blocks of 32, as do all
+    other floats if layers of their width are rounded.
     """
+    if (table := BlockTable.of(node)) is not None:
+        return _packed_blocks(table, kernel)
+    return _packed_floats(node, kernel)
+
+
+def _packed_blocks(
+    table: BlockTable, kernel: OwnLinears
+) -> tuple[PackedForm, str, LinearWeight] | None:
+    """As `packed_table`; the packed codes are the table's."""
+    rows, width = table.codes.shape.numpy()
+    part = WeightPart(
+        kind=kind_of(table.codes),
+        shape=(int(width), int(rows)),
+        block_size=table.block_size,
+        parameter=table.name,
+        stored=(table.codes, *table.factors),
+        operation=OFFSET_LINEAR if len(table.factors) > 1 else BLOCK_LINEAR,
+    )
+    weight = LinearWeight((part,))
+    heads = [layer_name(head) for head in _readers(table.value) if LinearWeight.of(head)]
+    name = heads[0] if heads else table.name
+    form = kernel.form(weight, name)
+    if form is None or not keeps_codes(weight):
+        return None
+    return (
+        None if has_own_factors(table) and form.block != table.block_size else (form, name, weight)
+    )
+
+
+def _readers(codes: ir.Value) -> Iterator[ir.Node]:
+    """Nodes that read codes, or the codes of this first plane."""
+    for use in codes.uses():
+        if is_call(use.node, *CODES):
+            yield from (each.node for each in use.node.outputs[0].uses())
+        else:
+            yield use.node
+
+
+def _packed_floats(
+    gather: ir.Node, kernel: OwnLinears
+) -> tuple[PackedForm, str, LinearWeight] | None:
+    """As `packed_table`."""
+    if gather.op_type != "Gather":
+        return None
     value = gather.inputs[0]
     tensor = None if value is None else value.const_value
     if value is None or tensor is None or len(tensor.shape) != 2 or _axis(gather):

@@ -160,7 +160,7 @@ class _Stored:
 
     def __init__(self, form: PackedForm, weight: LinearWeight) -> None:
         self._form, self._weight = form, weight
-        self._middles = {part.parameter: _middle(part, form) for part in weight.parts}
+        self._middles = {part.parameter: middle_of(part, form) for part in weight.parts}
 
     def largest_factor(self, order: _Order) -> float:
         """The largest scale or offset of some channels."""
@@ -181,8 +181,7 @@ class _Stored:
         rows = (codes if part.is_by_output else codes.T).view(np.uint8)
         if self._form.kind == "fp4":
             return (rows,)
-        own = self._middles[part.parameter] if part.is_unsigned else 0
-        return (rows + np.uint8(MIDDLES[self._form.kind] - own),)
+        return (rows + np.uint8(MIDDLES[self._form.kind] - self._middles[part.parameter]),)
 
     def _both(self, part: WeightPart) -> tuple[np.ndarray, ...]:
         """Scales [out, blocks]; and offsets, if the form has them."""
@@ -195,13 +194,15 @@ class _Stored:
         return scales, _spread(offsets, part, self._form).T
 
 
-def _middle(part: WeightPart, form: PackedForm) -> int:
-    """The zero point of unsigned codes.
+def middle_of(part: WeightPart, form: PackedForm) -> int:
+    """The zero point of codes, 0 if they are signed.
 
     Codes with fewer bits than their packed form use their own middle, so offsets stay small.
     """
+    if not part.is_unsigned:
+        return 0
     middle = MIDDLES.get(form.kind, 0)
-    if not (part.is_unsigned and part.has_minima):
+    if not part.has_minima:
         return middle
     largest = 0
     for some in part.slices():

@@ -80,6 +80,13 @@ struct Rows {
 // What the weights of one output channel stand for, [in_features]; not of gated weights.
 void decode_channel(const Weight& weight, int64_t channel, float* out);
 
+// Factors of a channel that replace the packed ones: (code + middle) * scale + minimum.
+struct OwnFactors {
+  float middle;
+  const float *scales, *minima;  // [blocks]; no minima: nullptr
+};
+void decode_codes(const Weight& weight, int64_t channel, const OwnFactors& factors, float* out);
+
 size_t rows_bytes(const Weight& weight, int64_t rows);
 Rows place_rows(const Weight& weight, int64_t rows, void* memory);  // aligned to 64 bytes
 

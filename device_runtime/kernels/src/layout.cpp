@@ -100,6 +100,17 @@ void decode_channel(const Weight& w, int64_t channel, float* out) {
   }
 }
 
+void decode_codes(const Weight& w, int64_t channel, const OwnFactors& factors, float* out) {
+  const int64_t lane = channel % kGroup;
+  const uint8_t* record = w.records + channel / kGroup * w.group_bytes();
+  for (int64_t block = 0; block < w.blocks(); block++, record += w.record_bytes()) {
+    const float scale = factors.scales[block], minimum = factors.minima ? factors.minima[block] : 0;
+    const int64_t first = block * w.block, count = w.in_features - first < w.block ? w.in_features - first : w.block;
+    for (int64_t k = 0; k < count; k++)
+      out[first + k] = (code_value(w.form, record, lane, k) + factors.middle) * scale + minimum;
+  }
+}
+
 size_t rows_bytes(const Weight& weight, int64_t rows) { return places(weight, rows).end; }
 
 Rows place_rows(const Weight& weight, int64_t rows, void* memory) {

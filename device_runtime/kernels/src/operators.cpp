@@ -94,17 +94,19 @@ struct QuantLinear {
   }
 };
 
-// Rows of an embedding that is packed as a linear layer's weight. Inputs: ids int64 [...], packed
-// uint8. Output: [..., K].
+// Rows of an embedding that is packed as a linear layer's weight. Inputs: ids int64 [...], packed uint8; of weights
+// whose packed scales are rounded, scales and minima [..., blocks] of these rows. Output: [..., K].
 struct LookUp {
   static constexpr const char* kName = "LookUp";
-  static constexpr ort::ElementType kInputs[] = {ort::kInt64, ort::kUInt8};
+  static constexpr ort::ElementType kInputs[] = {ort::kInt64, ort::kUInt8, ort::kFloat, ort::kFloat};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat};
   static constexpr unsigned kNeeded = 0b11, kNeededOutputs = 1;
 
   Weight weight;
+  float middle;  // what `scales` multiply is a code plus this
 
-  explicit LookUp(const OrtKernelInfo* info) : weight(packed_input(info, kName)) {
+  explicit LookUp(const OrtKernelInfo* info)
+      : weight(packed_input(info, kName)), middle(float(ort::int_attribute(info, "middle", 0))) {
     require(!weight.is_gated, "LookUp: gated weights are no embedding");
   }
 
@@ -117,10 +119,20 @@ struct LookUp {
     for (int64_t row = 0; row < rows; row++)
       require(ids.as<int64_t>()[row] >= 0 && ids.as<int64_t>()[row] < weight.out_features,
               "LookUp: an id is outside of the embedding");
-    if (rows)
-      ort::parallel(context, rows, [&](int64_t row) {
-        decode_channel(weight, ids.as<int64_t>()[row], y.as<float>() + row * weight.in_features);
-      });
+    const Tensor scales = ort::input(context, 2), minima = ort::input(context, 3);
+    require(!scales || (takes_codes(weight.form) && scales.count() == rows * weight.blocks()),
+            "LookUp: there is not a scale for each block");
+    require(!minima || (scales && minima.count() == scales.count()), "LookUp: there is not a minimum for each scale");
+    if (!rows) return;
+    ort::parallel(context, rows, [&](int64_t row) {
+      const int64_t id = ids.as<int64_t>()[row], first = row * weight.blocks();
+      float* out = y.as<float>() + row * weight.in_features;
+      if (scales)
+        decode_codes(weight, id, {middle, scales.as<float>() + first, minima ? minima.as<float>() + first : nullptr},
+                     out);
+      else
+        decode_channel(weight, id, out);
+    });
   }
 };
 

@@ -22,7 +22,7 @@ from edgellm.core.onnx_functions import (
 from edgellm.export.checkpoints.experts.gpt_oss import powers
 from edgellm.export.checkpoints.experts.weights import Operand, SeparateExperts, Stack, Stored
 from edgellm.export.checkpoints.quantized import gguf
-from edgellm.export.checkpoints.quantized_weight import pair_nibbles
+from edgellm.export.checkpoints.quantized_weight import StoredPlanes, pair_nibbles
 from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -65,8 +65,9 @@ class _Part:
     def form(self) -> tuple[object, ...]:
         """Form of the tensor, which gates and ups must share."""
         codes = self.operands[0]
-        assert isinstance(codes, StoredTensor)
-        return codes.dtype, self.block, len(self.operands) > 2 and self.operands[2] is None
+        assert isinstance(codes, (StoredTensor, StoredPlanes))
+        kind = codes.form if isinstance(codes, StoredPlanes) else codes.dtype
+        return kind, self.block, len(self.operands) > 2 and self.operands[2] is None
 
 
 class StackedExperts:

@@ -23,12 +23,13 @@ from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
     BlockWeight,
     QuantizedLinear,
+    StoredPlanes,
     stored,
 )
 from edgellm.export.checkpoints.weights import Pieces, StoredTensor, Weights, as_bytes
 
 Bias = StoredTensor | None
-Operand = StoredTensor | BlockFactors | None  # None: no minima
+Operand = StoredTensor | StoredPlanes | BlockFactors | None  # None: no minima
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,29 +1,34 @@
 """GGUF: blocks of codes with a scale, some with a minimum; both may be quantized.
 
 Source: the package gguf. A weight is `code * scale + minimum` in float32, as there, so dequantized
-values are bit-identical. Formats with more than four bits, and embeddings (for lookups), have 8-bit
-codes.
+values are bit-identical. Codes of linear layers are INT4 where that has all values. Others are in
+planes (`core.packed_codes`), as are those of embeddings, for lookups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.export.checkpoints.quantized_weight import BlockFactors, BlockWeight, pair_nibbles
+from edgellm.core.packed_codes import PackedCodes
+from edgellm.export.checkpoints.quantized_weight import (
+    BlockFactors,
+    BlockWeight,
+    StoredPlanes,
+    pair_nibbles,
+)
 from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
 
 U8 = np.ndarray  # uint8; numpy's stubs make signed numbers of shifted ones
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 MXFP4 = "MXFP4"  # experts only, see `export.checkpoints.experts.stacked`
 _TABLE = "embed_tokens."  # suffix of embeddings
-# Values of the sixteen codes of IQ4.
-_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +39,12 @@ class Form:
         num_bytes: of a whole block.
         values: of a whole block.
         shared: inputs that share a scale.
-        bits: of a code, 4 or 8.
-        codes: returns the codes, [n, values].
+        bits: of a code.
+        is_signed: half of the range is subtracted from a code; 8 bits are INT8.
+        codes: returns the codes, uint8 [n, values].
         scale: offset of the float16 scale.
         minimum: offset of the float16 minimum or its factor, -1: none.
+        by_table: codes stand for IQ4's values.
         factors: returns the codes of scales and minima, int8 [2 or 1, n, values / shared].
     """
 
@@ -46,10 +53,16 @@ class Form:
     shared: int
     bits: int
     is_signed: bool
-    codes: Callable[[U8], np.ndarray]
+    codes: Callable[[U8], U8]
     scale: int = 0
     minimum: int = -1
+    by_table: bool = False
     factors: Callable[[U8], np.ndarray] | None = None
+
+    @property
+    def packed(self) -> PackedCodes:
+        """Its format in planes."""
+        return PackedCodes(self.bits, self.is_signed, self.by_table)
 
 
 def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockWeight | None:
@@ -70,6 +83,7 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
     def tensor(
         suffix: str, kind: ir.DataType, per_block: int, make: Callable[[U8], np.ndarray]
     ) -> StoredTensor:
+        """A tensor with this number of values for each block."""
         columns = shape[-1] // form.values * per_block
 
         def stream() -> Iterator[memoryview]:
@@ -93,9 +107,19 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
         values = tensor(suffix, ir.DataType.INT8, count, lambda rows: find(rows)[index])
         return BlockFactors(values, halves(f"{suffix}_factor", place), count)
 
-    kind = _code_type(form, is_table=weights.prefix.endswith(_TABLE))
+    def codes() -> StoredTensor | StoredPlanes:
+        kind = _code_type(form, is_table=weights.prefix.endswith(_TABLE))
+        if kind is not None:
+            return tensor("", kind, form.values, lambda rows: _whole(form, kind, rows))
+        found, first = [], 0
+        for bits, suffix in zip(form.packed.planes, ("", "_high"), strict=False):
+            make = partial(_plane, form, first, bits)
+            found.append(tensor(suffix, ir.DataType.UINT8, form.values * bits // 8, make))
+            first += bits
+        return StoredPlanes(form.packed, tuple(found))
+
     return BlockWeight(
-        codes=tensor("", kind, form.values, lambda rows: _packed(form.codes(rows), kind)),
+        codes=codes(),
         block_size=form.shared,
         scales=factors("_scale", form.scale, 0),
         minima=None if form.minimum < 0 else factors("_minimum", form.minimum, 1),
@@ -110,14 +134,28 @@ def _input_order(weights: Weights, width: int) -> np.ndarray | None:
     return weights.array("input_order", (width,), "I64")()
 
 
-def _code_type(form: Form, *, is_table: bool) -> ir.DataType:
-    if form.bits == 4 and not is_table:  # ONNX has no lookup of 4-bit types
-        return ir.DataType.INT4 if form.is_signed else ir.DataType.UINT4
-    return ir.DataType.INT8 if form.is_signed else ir.DataType.UINT8
+def _code_type(form: Form, *, is_table: bool) -> ir.DataType | None:
+    """The type of whole codes; None: they are in planes."""
+    if form.bits == 8:
+        return ir.DataType.INT8
+    if form.bits != 4 or form.by_table or is_table:  # ONNX has no lookup of 4-bit types
+        return None
+    return ir.DataType.INT4 if form.is_signed else ir.DataType.UINT4
 
 
-def _packed(codes: np.ndarray, kind: ir.DataType) -> np.ndarray:
-    return pair_nibbles(codes) if kind.bitwidth == 4 else codes
+def _whole(form: Form, kind: ir.DataType, rows: U8) -> np.ndarray:
+    codes = form.codes(rows)
+    if kind.bitwidth != 4:
+        return codes
+    return pair_nibbles(codes ^ np.uint8(8) if form.is_signed else codes)  # minus 8, in 4 bits
+
+
+def _plane(form: Form, first: int, bits: int, rows: U8) -> U8:
+    """Bits of all codes from `first`, of 8, 4 or 2 neighbours in a byte."""
+    parts = (form.codes(rows) >> np.uint8(first)) & np.uint8((1 << bits) - 1)
+    parts = parts.reshape(len(rows), -1, 8 // bits)
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return np.bitwise_or.reduce(parts << shifts, -1)
 
 
 def _finite(name: str, halves: np.ndarray) -> np.ndarray:
@@ -129,7 +167,7 @@ def _finite(name: str, halves: np.ndarray) -> np.ndarray:
     return halves
 
 
-# Codes, each [n, values].
+# Codes, each uint8 [n, values].
 
 
 def _nibbles(rows: U8, begin: int, group: int) -> U8:
@@ -160,12 +198,12 @@ def _around(codes: U8, middle: int) -> NDArray[np.int8]:
     return (codes - np.uint8(middle)).view(np.int8)  # wraps: two's complement
 
 
-def _q6(rows: U8) -> np.ndarray:
-    return _around(_nibbles(rows[:, :128], 0, 64) | _pairs_of_bits(rows, 128, 192) << 4, 32)
+def _q6(rows: U8) -> U8:
+    return _nibbles(rows[:, :128], 0, 64) | _pairs_of_bits(rows, 128, 192) << 4
 
 
-def _q3(rows: U8) -> np.ndarray:
-    return _around(_pairs_of_bits(rows, 32, 96) | _bits(rows, 0) << 2, 4)
+def _q3(rows: U8) -> U8:
+    return _pairs_of_bits(rows, 32, 96) | _bits(rows, 0) << 2
 
 
 # Codes of scales and minima, [2 or 1, n, values / shared].
@@ -203,7 +241,7 @@ FORMS = {
         shared=32,
         bits=4,
         is_signed=True,
-        codes=lambda rows: _around(_nibbles(rows, 2, 16), 8),
+        codes=lambda rows: _nibbles(rows, 2, 16),
     ),
     "Q4_1": Form(
         num_bytes=20,
@@ -218,15 +256,15 @@ FORMS = {
         num_bytes=22,
         values=32,
         shared=32,
-        bits=8,
+        bits=5,
         is_signed=True,
-        codes=lambda rows: _q5(rows, 2).view(np.int8) - np.int8(16),
+        codes=lambda rows: _q5(rows, 2),
     ),
     "Q5_1": Form(
         num_bytes=24,
         values=32,
         shared=32,
-        bits=8,
+        bits=5,
         is_signed=False,
         codes=lambda rows: _q5(rows, 4),
         minimum=2,
@@ -237,13 +275,13 @@ FORMS = {
         shared=32,
         bits=8,
         is_signed=True,
-        codes=lambda rows: rows[:, 2:].view(np.int8),
+        codes=lambda rows: rows[:, 2:],
     ),
     "Q2_K": Form(
         num_bytes=84,
         values=256,
         shared=16,
-        bits=4,
+        bits=2,
         is_signed=False,
         codes=lambda rows: _pairs_of_bits(rows, 16, 80),
         scale=80,
@@ -254,7 +292,7 @@ FORMS = {
         num_bytes=110,
         values=256,
         shared=16,
-        bits=4,
+        bits=3,
         is_signed=True,
         codes=_q3,
         scale=108,
@@ -275,7 +313,7 @@ FORMS = {
         num_bytes=176,
         values=256,
         shared=32,
-        bits=8,
+        bits=5,
         is_signed=False,
         codes=lambda rows: _nibbles(rows, 48, 32) | _bits(rows, 16) << 4,
         scale=0,
@@ -286,7 +324,7 @@ FORMS = {
         num_bytes=210,
         values=256,
         shared=16,
-        bits=8,
+        bits=6,
         is_signed=True,
         codes=_q6,
         scale=208,
@@ -296,17 +334,19 @@ FORMS = {
         num_bytes=18,
         values=32,
         shared=32,
-        bits=8,
-        is_signed=True,
-        codes=lambda rows: _IQ4[_nibbles(rows, 2, 16)],
+        bits=4,
+        is_signed=False,
+        codes=lambda rows: _nibbles(rows, 2, 16),
+        by_table=True,
     ),
     "IQ4_XS": Form(
         num_bytes=136,
         values=256,
         shared=32,
-        bits=8,
-        is_signed=True,
-        codes=lambda rows: _IQ4[_nibbles(rows, 8, 16)],
+        bits=4,
+        is_signed=False,
+        codes=lambda rows: _nibbles(rows, 8, 16),
+        by_table=True,
         factors=_iq4_factors,
     ),
 }
