@@ -114,7 +114,10 @@ def largest_weight(bundle: Path) -> int:
     import onnx
 
     graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
-    sizes = [2 * math.prod(each.dims) for each in graph.initializer]
+    codes = onnx.TensorProto.UINT8  # pairs of codes, or fewer bits of more codes
+    sizes = [
+        (4 if each.data_type == codes else 2) * math.prod(each.dims) for each in graph.initializer
+    ]
     stored = [
         int(entry.value)
         for each in graph.initializer

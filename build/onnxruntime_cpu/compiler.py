@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 from edgellm.build.host_info import trim
 from edgellm.build.lowering.linears.round_int4 import load_portable, rounded_weights
+from edgellm.build.lowering.linears.widened import notes_of_widened
 from edgellm.build.lowering.lora import write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.commit_graph import compile_commit
@@ -102,13 +103,14 @@ def compile_bundle(
     dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
     report("timing forward passes")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
+    models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
         graphs={**graphs, **moving},
         kv_dtype=dtype,
         cost_ms=costs,
         prefill_rows=prefill_rows,
-        notes=notes_of(plan) if own else (),
+        notes=(*(notes_of(plan) if own else ()), *notes_of_widened(models)),
         options=_what_runs(plan) if own else {},
         checks=tuple(each.text for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),

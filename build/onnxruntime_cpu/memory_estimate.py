@@ -12,8 +12,10 @@ import onnx_ir as ir
 from edgellm.build.lowering.embeddings import BlockTable, table_of
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.function_calls import find_calls
+from edgellm.build.lowering.linears.block_factors import Joined
 from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.linears.weights import LinearWeight, layer_name, linear_layers
+from edgellm.build.lowering.linears.widened import notes_of_widened
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import has_own_factors, packed_table
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import forms_of
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
@@ -45,10 +47,12 @@ def estimate_graphs(
     sizes: list[int] = []
     read = 0
     held: list[_Held] = []
+    models: list[ir.Model] = []
     for role, graph in bundle.graphs.items():
         if role == COMMIT:
             continue
         model = ir.load(source / graph.path)
+        models.append(model)
         variants = variants_of(role, model, bundle, plan)
         checked = _checked_bytes(model, plan) if plan.checks else 0
         if isinstance(variants[0].kernel, OwnLinears):
@@ -78,6 +82,7 @@ def estimate_graphs(
         kv_bytes=kv_bytes,
         peak_build_bytes=_BUILDER_BYTES + max(rounded, _peak_bytes(held, kv_bytes)),
         decode_bytes=read,
+        notes=tuple(notes_of_widened(models)),
     )
 
 
@@ -119,7 +124,9 @@ def _read(model: ir.Model, *, is_rounded: bool) -> Iterator[tuple[int, int]]:
 def _steps(weight: LinearWeight, *, is_rounded: bool) -> int:
     part = weight.parts[0]
     is_kept = part.kind == "dense" and part.stored[0].dtype == ir.DataType.FLOAT
-    return 3 if part.has_minima else int(is_rounded or not is_kept)
+    if part.has_minima:
+        return 3
+    return 2 if isinstance(part.stored[0], Joined) else int(is_rounded or not is_kept)
 
 
 def _experts_read(layer: ExpertLayer, *, is_rounded: bool) -> Iterator[tuple[int, int]]:

@@ -27,6 +27,7 @@ SLICE = 16 << 20  # numbers of a weight that one product decodes at once
 # Maximum values of a piece's weights, unless one node reads more: ONNX Runtime may decode all of
 # them before its first product.
 PIECE = 2 * SLICE
+_PLANE_STEPS = 2  # values held for each code that is joined of planes
 CONTRIB = "com.microsoft"
 CUT = "cut."  # prefix of inputs that are a slice of a layer's
 
@@ -223,6 +224,8 @@ def run_in_pieces(
         if isinstance(each, ir.ExternalTensor)
     }
     sizes = {name: each.size for name, each in stored.items() if each is not None}
+    for model in models:
+        sizes |= _codes_of_planes(model.graph)
     protos = [ir.to_proto(model) for model in models]
     both = together(*protos) if len(protos) == 2 else None
     with _Mapped(paths) as files:
@@ -231,6 +234,19 @@ def run_in_pieces(
         found = _run_all(both, inputs, sizes, files, on_progress)
     names = [value.name for value in protos[0].graph.output]
     return [{name: found[name + end] for name in names} for end in ("", SECOND)]
+
+
+def _codes_of_planes(graph: ir.Graph) -> dict[str, int]:
+    """Values of a plane of an inlined graph, by its name: its codes, and what joins them."""
+    found = {}
+    for shift in graph:
+        apart = _made_by(shift.inputs[0], "Unsqueeze") if shift.op_type == "BitShift" else None
+        plane = apart.inputs[0] if apart is not None else None
+        by = shift.inputs[1].producer() if apart is not None and shift.inputs[1] else None
+        if plane is not None and plane.const_value is not None and by is not None:
+            codes = plane.const_value.size * by.attributes["value"].as_tensor().size
+            found[str(plane.name)] = _PLANE_STEPS * codes
+    return found
 
 
 def _run_all(
