@@ -10,12 +10,12 @@ import onnx_ir as ir
 from edgellm.build.lowering.function_calls import ROWS, find_calls, is_call, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.block_factors import Factors, Joined, stored_tensor
-from edgellm.core.packed_codes import FUNCTIONS_OF_ROWS
+from edgellm.core.onnx_functions import FUNCTIONS_OF_ROWS
 
 _WIDENED_AT_ONCE = 1 << 22  # values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTable:
     """A block-quantized embedding and its lookup.
 
@@ -48,7 +48,13 @@ class BlockTable:
             high = len(form.planes) - 1
             codes = Joined(planes=[first, *others[:high]], form=form, name=name)
             others = others[high:]
-        return cls(call, name, codes, tuple(others), call.attributes["block_size"].as_int())
+        return cls(
+            call=call,
+            name=name,
+            codes=codes,
+            factors=tuple(others),
+            block_size=call.attributes["block_size"].as_int(),
+        )
 
     @property
     def stored_factors(self) -> list[ir.TensorProtocol]:

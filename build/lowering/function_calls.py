@@ -18,6 +18,8 @@ from edgellm.core.onnx_functions import (
     FP4_EXPERTS,
     FP4_LINEAR,
     FUNCTIONS,
+    FUNCTIONS_OF_CODES,
+    FUNCTIONS_OF_ROWS,
     LINEAR,
     NVFP4_EXPERTS,
     OFFSET_LINEAR,
@@ -34,7 +36,6 @@ from edgellm.core.onnx_functions import (
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,
 )
-from edgellm.core.packed_codes import FUNCTIONS_OF_CODES, FUNCTIONS_OF_ROWS
 
 LINEARS = LINEAR, QUANTIZED_LINEAR, SHIFTED_LINEAR, BLOCK_LINEAR, OFFSET_LINEAR, FP4_LINEAR
 ROWS = tuple(FUNCTIONS_OF_ROWS)

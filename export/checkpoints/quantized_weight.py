@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
-from edgellm.core.packed_codes import PackedCodes
+from edgellm.core.onnx_functions import PackedCodes
 from edgellm.export.checkpoints.weights import StoredTensor, as_bytes
 
 Load = Callable[[], np.ndarray]

@@ -14,8 +14,7 @@ import onnx_ir as ir
 from edgellm.build.lowering.function_calls import CODES, is_call, require_known
 from edgellm.build.lowering.weights import stored_array, stored_columns
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.core.onnx_functions import BLOCK_FACTORS
-from edgellm.core.packed_codes import FUNCTIONS_OF_CODES, IQ4, PackedCodes
+from edgellm.core.onnx_functions import BLOCK_FACTORS, FUNCTIONS_OF_CODES, IQ4, PackedCodes
 
 
 class _Made(ir.LazyTensor):

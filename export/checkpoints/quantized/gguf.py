@@ -2,7 +2,7 @@
 
 Source: the package gguf. A weight is `code * scale + minimum` in float32, as there, so dequantized
 values are bit-identical. Codes of linear layers are INT4 where that has all values. Others are in
-planes (`core.packed_codes`), as are those of embeddings, for lookups.
+planes (`PackedCodes`), as are those of embeddings, for lookups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.core.packed_codes import PackedCodes
+from edgellm.core.onnx_functions import PackedCodes
 from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
     BlockWeight,

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core import onnx_functions
-from edgellm.core.packed_codes import IQ4, PackedCodes
+from edgellm.core.onnx_functions import IQ4, PackedCodes
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import integers, local_function
 

@@ -65,8 +65,8 @@ def test_decoded_values_equal_package_gguf(kind, tmp_path):
     np.testing.assert_array_equal(found.T, expected)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "Q4_K"])
-def test_lookups_use_eight_bits(kind, tmp_path):
+@pytest.mark.parametrize("kind", FORMS)
+def test_looked_up_rows_equal_package_gguf(kind, tmp_path):
     width = FORMS[kind].values
     rows = random_blocks(kind, _ROWS)
     expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])

@@ -1,0 +1,140 @@
+"""Bundles and engines of GGUF files are about as large as the files."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import onnx_ir as ir
+import pytest
+from harness.random_gguf import write_llama
+from harness.random_weights import SHAPES
+from mixed_gguf import random_blocks
+
+from edgellm.build.engine import build_engine
+from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
+from edgellm.build.onnxruntime_cpu.lower import lower
+from edgellm.build.plan import Plan
+from edgellm.core.manifest import Engine
+from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
+from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.quantized.gguf import FORMS
+from edgellm.export.checkpoints.weights import Weights, write_weights
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.layers.embedding import Embedding
+from edgellm.export.layers.linear import Linear
+from edgellm.export.onnx.builder import OPSET, Op
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.resolve import open_checkpoint
+
+BUNDLE = {"Q2_K": 1.2}  # most relative to the file, if not 1.05: scales of 4 bits take 8
+# Engines widen other formats. Scales of Q4_K take 16 bits of the kernels, not 6.
+ENGINE = {"Q4_0": 1.1, "Q4_1": 1.1, "Q8_0": 1.1, "Q4_K": 1.19}
+WIDENED = {
+    "Q2_K": (2, 4), "Q3_K": (3, 4), "Q5_0": (5, 8), "Q5_1": (5, 8), "Q5_K": (5, 8), "Q6_K": (6, 8),
+    "IQ4_NL": (4, 8), "IQ4_XS": (4, 8),
+}  # fmt: skip
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1, "vocab_size": 4000}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+IDS = [3, 0, 6]
+
+
+@pytest.fixture(scope="module")
+def file_of(tmp_path_factory):
+    """A function that writes a file in one format, with a tied head or not."""
+
+    def write(kind: str, tied: bool):
+        path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+        write_llama({**SHAPES["tiny"], **SIZES, **HEADS, "tie_word_embeddings": tied}, kind, path)
+        return path
+
+    return write
+
+
+def exported(path):
+    bundle = path.parent / "bundle"
+    export_llm(open_checkpoint(str(path)), bundle, ExportOptions(dtype="fp16"))
+    return bundle
+
+
+def built(bundle) -> Engine:
+    plan = Plan(max_input_len=8, kv_capacity=16, threads=1, quantize="auto", checks=False)
+    return build_engine(
+        "llm", bundle, bundle.parent / "engine", plan, "onnxruntime", lambda _: None
+    )
+
+
+def size(folder) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_bundle_has_the_size_of_the_file(kind, tied, file_of):
+    path = file_of(kind, tied)
+    assert size(exported(path)) < BUNDLE.get(kind, 1.05) * path.stat().st_size
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ENGINE)
+def test_an_engine_has_the_size_of_the_file(kind, tied, file_of):
+    path = file_of(kind, tied)
+    engine = built(exported(path))
+    assert engine.options["notes"] == []
+    assert size(path.parent / "engine") < ENGINE[kind] * path.stat().st_size
+
+
+@pytest.mark.parametrize("kind", WIDENED)
+def test_an_engine_reports_wider_codes_and_has_one_table(kind, file_of):
+    """A second copy of the tied embedding would be 40 % of the engine."""
+    path, (bits, wide) = file_of(kind, True), WIDENED[kind]
+    (note,) = built(exported(path)).options["notes"]
+    assert note.startswith(f"8 weights of {bits} bits take {wide} bits in the engine, ")
+    weights = 4000 * 512 + 2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1024
+    factors = 4 / 16 if kind == "Q2_K" else 4 / 32  # bytes for a weight
+    own = 0.2 * 4000 * 512  # scales of the embedding as in the file
+    assert size(path.parent / "engine") < weights * (wide / 8 + factors) + own + 5e5
+
+
+class Table:
+    """One table of blocks."""
+
+    def __init__(self, kind: str, rows: np.ndarray) -> None:
+        self.width = FORMS[kind].values
+        self._info, self._rows = TensorInfo(kind, (len(rows), self.width)), rows
+
+    def infos(self):
+        return {"embed_tokens.weight": self._info}
+
+    def stream(self, name):
+        assert name in self.infos()
+        yield memoryview(self._rows.tobytes())
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("kind", FORMS)
+def test_looked_up_rows_of_an_engine_equal_package_gguf(kind, has_head, tmp_path):
+    """Bit by bit, also where the packed scales are rounded."""
+    blocks = random_blocks(kind, 7)
+    table, op = Table(kind, blocks), Op(ir.DataType.FLOAT)
+    weights = Weights(source=table) / "embed_tokens"
+    rows = Embedding(weights=weights, vocab_size=7, size=table.width)(op, op.constant([IDS]))
+    outputs = [rows]
+    if has_head:
+        outputs.append(Linear(weights, table.width, 7, bias=False)(op, rows))
+    graph = ir.Graph([], outputs, nodes=op.nodes, opset_imports={"": OPSET, "edgellm": 1})
+    write_weights(tmp_path / "weights", op.parameters.values(), lambda _: None)
+    for value in (*op.constants, *(value for value, _ in op.parameters.values())):
+        graph.register_initializer(value)
+    model = ir.Model(graph, ir_version=11, functions=list(op.functions.values()))
+    file = WeightFile(tmp_path / "engine.data")
+    lower(model, OwnLinears(), file)
+    file.close()
+    packed = [name for name in model.graph.initializers if name.endswith("_packed")]
+    assert len(packed) == 1  # the head's too
+    ir.save(model, tmp_path / "engine.onnx")
+    options = GraphOptions(optimize=False, own_kernels=True)
+    session = load_graph(tmp_path / "engine.onnx", options)
+    found = session.run(None, {})[0]
+    expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])[IDS]
+    np.testing.assert_array_equal(found[0], expected)
