@@ -167,6 +167,27 @@ def _suits_its_base(source: Path, engine: Path, bundle: Bundle) -> None:
         require_pair(bundle.draft, load_engine(engine, LLM_ENGINE), str(source))
 
 
+def require_base(engine: Path) -> None:
+    """Check that the folder has a base engine for a draft.
+
+    Raises:
+        EdgeLLMError: it has none, or one that verifies no trees.
+        BrokenArtifactError: its manifest is damaged.
+    """
+    if not (engine / MANIFEST_NAME).exists():
+        raise EdgeLLMError(
+            f"{engine} has no base engine for this draft",
+            hint=f"build the base first: llm_build --onnxDir BUNDLE --engineDir {engine} "
+            "--eagleBase",
+        )
+    base = load_engine(engine, LLM_ENGINE)
+    if not base.max_verify_tree_size:
+        raise EdgeLLMError(
+            f"the engine in {engine} verifies no drafts: it was built without --eagleBase",
+            hint="build the base again with --eagleBase --overwrite",
+        )
+
+
 def _draft_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
     if bundle.cache is None:
         return {"max_batch_size": plan.max_batch_size}

@@ -41,7 +41,8 @@ from edgellm.build.flags import (
     Workspace,
 )
 from edgellm.build.progress import shown
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import CAMEL_CASE, App, Overwrite, run_command
+from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import PASS, measured_name
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
@@ -91,17 +92,15 @@ def llm_build(
     layer_report: LayerReport = False,
     no_check: NoCheck = False,
     dry_run: DryRun = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Build an engine for this machine from an ONNX bundle."""
-    from edgellm.build.backends import choose, options_of
+    from edgellm.build.backends import options_of
     from edgellm.build.plan import Plan
 
     _check_words(prefill, kernels, quantize, kv_cache)
-    check_device(device)
-    _check_product(eagle_base=eagle_base, eagle_draft=eagle_draft)
-    name = choose(backend, device)
-    _check_kernels(kernels, library_of(name))
-    announce(backend, device)
+    product = _product(eagle_base=eagle_base, eagle_draft=eagle_draft)
+    name = choose_backend(backend, device, kernels)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     words = {"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm}
     flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
@@ -121,15 +120,33 @@ def llm_build(
         max_batch_size=max_batch_size,
         max_lora_rank=max_lora_rank,
     )
-    _run("draft" if eagle_draft else "llm", onnx_dir, engine_dir, plan, name, dry_run=dry_run)
+    _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run, overwrite=overwrite)
 
 
-def _check_product(*, eagle_base: bool, eagle_draft: bool) -> None:
+def choose_backend(backend: str, device: str, kernels: str = "auto") -> str:
+    """The name of the backend of these flags, announced if "auto" chose it.
+
+    Raises:
+        EdgeLLMError: unknown, unavailable here, or not for the device or the kernels.
+    """
+    from edgellm.build.backends import choose
+
+    if device:
+        _check_choice("--device", device, "cpu", "cuda")
+    _require_cuda(backend, device)
+    name = choose(backend, device)
+    _check_kernels(kernels, library_of(name))
+    announce(backend, device)
+    return name
+
+
+def _product(*, eagle_base: bool, eagle_draft: bool) -> str:
     if eagle_base and eagle_draft:
         raise EdgeLLMError(
             "--eagleBase and --eagleDraft are two builds",
             hint="run llm_build once for each, into the same --engineDir",
         )
+    return "draft" if eagle_draft else "llm"
 
 
 def own_flags(
@@ -163,10 +180,24 @@ def announce(backend: str, device: str) -> None:
     typer.echo(f"backend: {runners.title(name)}{why}")
 
 
-def check_device(device: str) -> None:
-    """Reject unknown devices; "" is the backend's default. Raises `EdgeLLMError`."""
-    if device:
-        _check_choice("--device", device, "cpu", "cuda")
+def _require_cuda(backend: str, device: str) -> None:
+    """Reject `--device cuda` where CUDA cannot run, unless a library is named that compiles.
+
+    Raises:
+        EdgeLLMError: no backend runs on CUDA here.
+    """
+    from edgellm.device_runtime import runners
+
+    if backend != "auto" or device != "cuda":
+        return
+    name, reasons = runners.automatic(device)
+    if name in reasons:
+        why = "; ".join(dict.fromkeys(reasons.values()))
+        raise EdgeLLMError(
+            f"--device cuda: CUDA cannot run here ({why})",
+            hint="leave it out to build for the CPU; --backend onnxruntime --device cuda builds "
+            "for the GPU of another machine",
+        )
 
 
 def _check_choice(flag: str, value: str, *allowed: str) -> None:
@@ -175,21 +206,37 @@ def _check_choice(flag: str, value: str, *allowed: str) -> None:
 
 
 def _run(
-    product: str, onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str, *, dry_run: bool
+    product: str,
+    onnx_dir: Path,
+    engine_dir: Path,
+    plan: Plan,
+    backend: str,
+    *,
+    dry_run: bool,
+    overwrite: bool,
 ) -> None:
-    from edgellm.build.artifact_kinds import read_bundle
-    from edgellm.build.engine import build_engine
-    from edgellm.build.resource_estimate import predict
+    from edgellm.build.engine import build_engine, engine_key, target_folder
 
     if dry_run:
-        bundle = read_bundle(product, onnx_dir, plan)
-        prediction = predict(onnx_dir, bundle, plan, backend, engine_dir)
-        show_prediction(prediction, prediction.speed_lines())
+        _predict(product, onnx_dir, engine_dir, plan, backend)
         return
-    start = time.perf_counter()
+    start, target = time.perf_counter(), target_folder(product, engine_dir)
+    key = engine_key(product, onnx_dir, engine_dir, plan, backend)
+    if is_finished(target, key, overwrite=overwrite):
+        typer.echo(finished_line(target))
+        return
     with shown() as report:
-        built = build_engine(product, onnx_dir, engine_dir, plan, backend, report)
+        built = build_engine(product, onnx_dir, engine_dir, plan, backend, report, key.facts())
     _show(built, engine_dir, time.perf_counter() - start)
+
+
+def _predict(product: str, onnx_dir: Path, engine_dir: Path, plan: Plan, backend: str) -> None:
+    from edgellm.build.artifact_kinds import read_bundle
+    from edgellm.build.resource_estimate import predict
+
+    bundle = read_bundle(product, onnx_dir, plan)
+    prediction = predict(onnx_dir, bundle, plan, backend, engine_dir)
+    show_prediction(prediction, prediction.speed_lines())
 
 
 def show_prediction(prediction: Prediction, speed_lines: Sequence[str] = ()) -> None:

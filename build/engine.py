@@ -9,19 +9,61 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.build import backends
-from edgellm.build.artifact_kinds import PRODUCTS, read_bundle, remembered
+from edgellm.build.artifact_kinds import (
+    DRAFT,
+    LLM,
+    PRODUCTS,
+    VISUAL,
+    read_bundle,
+    remembered,
+    require_base,
+)
 from edgellm.build.plan import Compiled, Origin, Plan, Report
 from edgellm.build.progress import part_of
 from edgellm.build.resource_estimate import predict, require_fit
 from edgellm.core.artifact import check_output, hash_file, publish, temporary_folder, verify_files
 from edgellm.core.checksums import remember
+from edgellm.core.commands.output_folder import OutputKey
 from edgellm.core.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners.pass_timing import estimated_sizes
 
+_COMMANDS = {LLM: "llm_build", DRAFT: "llm_build --eagleDraft", VISUAL: "visual_build"}
+
+
+def target_folder(product: str, engine: Path) -> Path:
+    """The folder of a product's files in an engine's folder."""
+    folder = PRODUCTS[product].folder
+    return engine / folder if folder else engine
+
+
+def engine_key(
+    product: str, source: Path, engine: Path, plan: Plan, backend_name: str
+) -> OutputKey:
+    """What determines an engine: bundle, plan, and the library and machine that compile it.
+
+    Raises:
+        EdgeLLMError: the bundle or the engine's folder do not suit, as in `build_engine`, or a
+            draft has no base there.
+    """
+    bundle = read_bundle(product, source, plan)
+    if product == DRAFT:
+        require_base(engine)
+    PRODUCTS[product].suits(source, engine, bundle)
+    origin = backends.find(backend_name).origin(plan.options)
+    settings = {**dataclasses.asdict(plan), "backend": backend_name}
+    settings |= {"library": origin.version, "machine": origin.machine}
+    return OutputKey(command=_COMMANDS[product], settings=settings, inputs={"--onnxDir": source})
+
 
 def build_engine(
-    product: str, source: Path, engine: Path, plan: Plan, backend_name: str, report: Report
+    product: str,
+    source: Path,
+    engine: Path,
+    plan: Plan,
+    backend_name: str,
+    report: Report,
+    facts: dict[str, Any] | None = None,
 ) -> Engine:
     """Build `engine` atomically: after an error it is unchanged.
 
@@ -32,6 +74,7 @@ def build_engine(
         plan: limits and options.
         backend_name: see `backends.find`.
         report: called with the phase.
+        facts: see `edgellm.core.artifact.publish`.
 
     Raises:
         BrokenArtifactError: the bundle is damaged, or base and draft do not match.
@@ -39,8 +82,8 @@ def build_engine(
         EdgeLLMError: an error of `read_bundle` or the backend.
     """
     kind, name = PRODUCTS[product], runners.resolve(backend_name)
-    target = engine / kind.folder if kind.folder else engine
-    check_output(target, kind.engine, [*kind.files])
+    target = target_folder(product, engine)
+    check_output(target, kind.engine, [*kind.files], facts)
     bundle = read_bundle(product, source, plan)
     kind.suits(source, engine, bundle)
     prediction = predict(source, bundle, plan, name, engine)
@@ -57,7 +100,7 @@ def build_engine(
         built = _manifest(product, source, bundle, plan, name, prediction.origin, compiled)
         hashing = "hashing the engine"
         built = publish(
-            folder, target, built, lambda done, total: part_of(report, hashing, total)(done)
+            folder, target, built, lambda done, total: part_of(report, hashing, total)(done), facts
         )
     remember(target, built.files)
     return built

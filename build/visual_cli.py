@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from edgellm.build.cli import (
-    announce,
-    check_device,
+    choose_backend,
     own_flags,
     show_notes,
     show_prediction,
@@ -31,7 +30,8 @@ from edgellm.build.flags import (
     Workspace,
 )
 from edgellm.build.progress import shown
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import CAMEL_CASE, App, Overwrite, run_command
+from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError
 
 app = App(CAMEL_CASE)
@@ -98,19 +98,18 @@ def visual_build(
     layer_report: LayerReport = False,
     no_check: NoCheck = False,
     dry_run: DryRun = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
     from edgellm.build.artifact_kinds import VISUAL, read_bundle
-    from edgellm.build.backends import choose, options_of
-    from edgellm.build.engine import build_engine
+    from edgellm.build.backends import options_of
+    from edgellm.build.engine import build_engine, engine_key
     from edgellm.build.plan import image_plan
     from edgellm.build.resource_estimate import predict
 
     if quantize not in ("none", "int8"):
         raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
-    check_device(device)
-    name = choose(backend, device)
-    announce(backend, device)
+    name = choose_backend(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     flags["--fallbackPrecision"] = fallback_precision or None
     options = options_of(name, flags)
@@ -123,8 +122,12 @@ def visual_build(
         show_prediction(predict(onnx_dir, bundle, plan, name, engine_dir))
         return
     start = time.perf_counter()
+    key = engine_key(VISUAL, onnx_dir, engine_dir, plan, name)
+    if is_finished(engine_dir, key, overwrite=overwrite):
+        typer.echo(finished_line(engine_dir))
+        return
     with shown() as report:
-        built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report)
+        built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report, key.facts())
     seconds = time.perf_counter() - start
     typer.echo(
         f"{engine_dir}: {built.vision.model_type} encoder, {built.library} "

@@ -16,16 +16,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
 )
 from edgellm.core.file_lock import Unfinished, begin
-from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, Bundle, Engine, FileRecord, Manifest
+from edgellm.core.manifest import (
+    DRAFT_FOLDER,
+    MANIFEST_NAME,
+    Bundle,
+    Engine,
+    FileRecord,
+    Manifest,
+    is_kind,
+)
 from edgellm.core.model_spec import DraftSpec
 from edgellm.core.resources import explain_full_disk
 from edgellm.core.strict_json import parse
+
+# What made an output folder, see `edgellm.core.commands.output_folder`; hidden, and no artifact's
+# file, so that it is neither hashed nor transferred.
+RECORD_NAME = ".made_by.json"
+COMMAND, SETTINGS, INPUTS = "command", "settings", "inputs"
+_SIZES, _DONE = "files", "finished"
 
 
 def cache_folder() -> Path:
@@ -101,12 +116,14 @@ def publish(
     output: Path,
     manifest: Manifest,
     on_progress: Callable[[int, int], None] = lambda *_: None,
+    facts: dict[str, Any] | None = None,
 ) -> Manifest:
     """Write the manifest and move a finished temporary folder to `output`.
 
     Files of an earlier artifact there are replaced, foreign files stay. Files that the manifest
     already lists (hashed while they were written) are not hashed again. `on_progress`: how many
-    bytes of how many were hashed, while they are.
+    bytes of how many were hashed, while they are. `facts`: see `move_files`; with them an artifact
+    of another kind is replaced, too.
 
     Returns:
         The manifest with all files listed.
@@ -127,22 +144,94 @@ def publish(
     complete = dataclasses.replace(manifest, files=files)
     text = json.dumps(dataclasses.asdict(complete), indent=2)
     (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
-    check_output(output, manifest.kind, names)
-    old = _listed_files(output, manifest.kind)
-    move_files(temporary, output, [*names, MANIFEST_NAME], old)
+    check_output(output, manifest.kind, names, facts)
+    old = own_files(output) if facts else _listed_files(output, manifest.kind)
+    move_files(temporary, output, [*names, MANIFEST_NAME], old, facts)
     return complete
 
 
-def move_files(temporary: Path, output: Path, names: list[str], old: set[str]) -> None:
-    """Move finished files to `output` with Ctrl-C deferred; remove files of the `old` artifact."""
+def move_files(
+    temporary: Path,
+    output: Path,
+    names: list[str],
+    old: set[str],
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Move finished files to `output` with Ctrl-C deferred; remove files of the `old` artifact.
+
+    With `facts` of the command, the folder gets a record of them. If the run is killed here, the
+    record says that the folder is unfinished, and which files are edgellm's.
+
+    Raises:
+        EdgeLLMError: with `facts`, a foreign file has one of the names.
+    """
+    sizes = {name: (temporary / name).stat().st_size for name in names}
+    if facts:
+        _require_free(output, names, own_files(output))
     with defer_interrupt():
+        if facts and not output.is_symlink() and not (output.exists() and any(output.iterdir())):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            _write_record(temporary, facts, sizes, is_finished=True)
+            temporary.replace(output)
+            return
         output.mkdir(parents=True, exist_ok=True)
+        if facts:
+            _write_record(output, facts, dict.fromkeys(old, 0) | sizes, is_finished=False)
+        else:
+            (output / RECORD_NAME).unlink(missing_ok=True)
         for name in names:
             target = output / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).replace(target)
-        for name in old - set(names):
+        for name in old - {*names, RECORD_NAME}:
             (output / name).unlink(missing_ok=True)
+        if facts:
+            _write_record(output, facts, sizes, is_finished=True)
+
+
+def _write_record(
+    output: Path, facts: dict[str, Any], sizes: dict[str, int], *, is_finished: bool
+) -> None:
+    record = {**facts, _DONE: is_finished, _SIZES: sizes}
+    replace_file(output / RECORD_NAME, json.dumps(record, indent=2) + "\n")
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What made the folder, as `move_files` recorded it; {} without a valid record."""
+    try:
+        record = parse((folder / RECORD_NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    parts = (SETTINGS, INPUTS, _SIZES)
+    is_valid = isinstance(record, dict) and all(isinstance(record.get(key), dict) for key in parts)
+    return record if is_valid and isinstance(record.get(COMMAND), str) else {}
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder has a record of a finished run and all of its files."""
+    record = read_record(folder)
+    found = ((folder / name, size) for name, size in record.get(_SIZES, {}).items())
+    return record.get(_DONE) is True and all(
+        path.is_file() and path.stat().st_size == size for path, size in found
+    )
+
+
+def own_files(folder: Path) -> set[str]:
+    """Files in the folder that edgellm wrote, by its records; empty for a foreign folder."""
+    recorded = read_record(folder).get(_SIZES, {})
+    own = {RECORD_NAME, *recorded} if recorded else set()
+    kind = artifact_kind(folder)
+    own |= _listed_files(folder, kind) if kind else set()
+    return {name for name in own if not {"..", "/"} & {*Path(name).parts}}
+
+
+def artifact_kind(folder: Path) -> str:
+    """The kind of the bundle or engine in the folder; "" if it has none."""
+    try:
+        kind = parse((folder / MANIFEST_NAME).read_text("utf-8"))["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return kind if is_kind(kind) else ""
 
 
 @contextlib.contextmanager
@@ -204,8 +293,12 @@ def replace_file(path: Path, text: str) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def check_output(output: Path, kind: str, names: list[str]) -> None:
+def check_output(
+    output: Path, kind: str, names: list[str], facts: dict[str, Any] | None = None
+) -> None:
     """Reject an output folder in which `names` would replace foreign files.
+
+    With `facts` of a command, see `move_files`, artifacts of other kinds are not foreign.
 
     Raises:
         EdgeLLMError: `output` is a file, holds another kind of artifact, or has a file of one of
@@ -213,11 +306,17 @@ def check_output(output: Path, kind: str, names: list[str]) -> None:
     """
     if output.exists() and not output.is_dir():
         raise EdgeLLMError(f"{output} is a file", hint="give another output folder")
-    ours = _listed_files(output, kind)
-    for name in (MANIFEST_NAME, *names):
+    ours = own_files(output) if facts else _listed_files(output, kind)
+    _require_free(output, [MANIFEST_NAME, *names], ours, f"part of an earlier {kind}")
+
+
+def _require_free(
+    output: Path, names: list[str], ours: set[str], what: str = "written by edgellm"
+) -> None:
+    for name in names:
         if name not in ours and (output / name).exists():
             raise EdgeLLMError(
-                f"{output / name} exists and is not part of an earlier {kind}",
+                f"{output / name} exists and is not {what}",
                 hint="give another output folder, or move that file away",
             )
 

@@ -37,6 +37,15 @@ _DEBUG = inspect.Parameter(
         bool, typer.Option("--debug", help="Show tracebacks of errors.", rich_help_panel="Debug")
     ],
 )
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace what edgellm wrote to the output folder by another command or from other "
+        "inputs. Other files stay.",
+        rich_help_panel="Output",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

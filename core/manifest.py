@@ -194,6 +194,11 @@ class Engine(_OfANetwork):
         return library_of(self.backend)
 
 
+def is_kind(name: Any) -> bool:
+    """Whether this is a kind of bundle or engine."""
+    return isinstance(name, str) and name in _MAKERS
+
+
 def library_of(backend: str) -> str:
     """The library of a backend, which may have one for each device, as users name it."""
     library, _, device = backend.rpartition("_")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command
+from edgellm.core.cli import SNAKE_CASE, App, Overwrite, numbers, run_command
+from edgellm.core.commands.output_folder import OutputKey, finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.manifest import Bundle
+from edgellm.core.manifest import LLM_BUNDLE, Bundle, load_bundle
 from edgellm.core.model_spec import DraftSpec
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ Pooling = Annotated[
         rich_help_panel="Model",
     ),
 ]
+_INPUTS = {"draft": "--draft_model_dir", "base": "--base_model_dir", "lora": "--lora_dir"}
 _POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
     str,
@@ -197,6 +201,7 @@ def llm(
     lora_dir: LoraDir = None,
     pooling: Pooling = "",
     verify: Verify = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Export a language model."""
     from edgellm.export.graph.architecture import ExportOptions
@@ -222,11 +227,21 @@ def llm(
         lora_dir=lora_dir,
         pooling=pooling,
     )
+    key = _key("llm", options, model_dir=model_dir, draft=draft_model_dir, lora=lora_dir)
+    finished = is_finished(output_dir, key, overwrite=overwrite)
+    if finished and not verify:
+        typer.echo(finished_line(output_dir))
+        return
     checkpoint = open_checkpoint(model_dir)
-    check = partial(_compare, checkpoint, verdict) if verify else None
-    with byte_progress("exporting") as progress:
-        manifest = export_llm(checkpoint, output_dir, options, progress, check)
-    _print_export(output_dir, manifest, dtype, start)
+    if finished:
+        typer.echo(finished_line(output_dir))
+        _compare(checkpoint, verdict, output_dir, load_bundle(output_dir, LLM_BUNDLE))
+    else:
+        check = partial(_compare, checkpoint, verdict) if verify else None
+        with byte_progress("exporting") as progress:
+            facts = key.facts()
+            manifest = export_llm(checkpoint, output_dir, options, progress, check, facts)
+        _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
         typer.echo(line)
 
@@ -268,6 +283,7 @@ def draft(
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
     draft_vocab_size: DraftVocabSize = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
@@ -276,11 +292,15 @@ def draft(
 
     _expect_dtype(dtype)
     start = time.perf_counter()
+    options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
+    key = _key("draft", options, draft=draft_model_dir, base=base_model_dir)
+    if is_finished(output_dir, key, overwrite=overwrite):
+        typer.echo(finished_line(output_dir))
+        return
     checkpoint = open_draft(draft_model_dir)
     base = open_checkpoint(base_model_dir, tokenizer=False)
-    options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
     with byte_progress("exporting") as progress:
-        manifest = export_draft(checkpoint, base, output_dir, options, progress)
+        manifest = export_draft(checkpoint, base, output_dir, options, progress, key.facts())
     spec = manifest.draft
     typer.echo(
         f"{output_dir}: {spec.method} draft ({manifest.provenance['exporter']}), "
@@ -307,13 +327,23 @@ def checkpoint(
     output_dir: CheckpointDir,
     engine: ForeignEngine,
     ignore_config_keys: IgnoredKeys = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Convert an EAGLE-3 draft of any layout for another engine."""
-    from edgellm.export.pipeline.eagle3_checkpoint import hand_over
+    from edgellm.export.pipeline.eagle3_checkpoint import command_line, find_engine, hand_over
     from edgellm.export.pipeline.resolve import open_draft
 
+    find_engine(engine)
     ignored = _split(ignore_config_keys)
-    command = hand_over(open_draft(draft_model_dir), base_model_dir, engine, output_dir, ignored)
+    settings = {"for": engine, "ignore_config_keys": ignored}
+    key = _key("checkpoint", settings, draft=draft_model_dir, base=base_model_dir)
+    if is_finished(output_dir, key, overwrite=overwrite):
+        command = command_line(engine, base_model_dir, output_dir)
+        typer.echo(f"{finished_line(output_dir)}\n{command}")
+        return
+    command = hand_over(
+        open_draft(draft_model_dir), base_model_dir, engine, output_dir, ignored, key.facts()
+    )
     typer.echo(f"{output_dir}: for {engine}\n{command}")
 
 
@@ -330,6 +360,7 @@ def visual(
     dtype: DType = "fp16",
     quantization: Quantization = "none",
     ignore_config_keys: IgnoredKeys = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Export the visual encoder of a vision-language model."""
     from edgellm.export.pipeline.progress import byte_progress
@@ -340,14 +371,32 @@ def visual(
     if quantization not in ("none", "fp8", "int8"):
         raise EdgeLLMError(f"--quantization {quantization}: give none, fp8 or int8")
     start = time.perf_counter()
-    checkpoint = open_checkpoint(model_dir, tokenizer=False)
     options = VisualOptions(dtype, _split(ignore_config_keys), quantization)
+    key = _key("visual", options, model_dir=model_dir)
+    if is_finished(output_dir, key, overwrite=overwrite):
+        typer.echo(finished_line(output_dir))
+        return
+    checkpoint = open_checkpoint(model_dir, tokenizer=False)
     with byte_progress("exporting") as progress:
-        manifest = export_visual(checkpoint, output_dir, options, progress)
+        manifest = export_visual(checkpoint, output_dir, options, progress, key.facts())
     spec = manifest.vision
     typer.echo(
         f"{output_dir}: visual encoder of {spec.model_type}, "
         f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {_cost(manifest, start)}"
+    )
+
+
+def _key(subcommand: str, options: Any, **inputs: str | None) -> OutputKey:
+    """The key of an output: the options without the paths of the inputs, and what those hold."""
+    from edgellm.export.pipeline.resolve import find_path
+
+    flags = {_INPUTS.get(name, f"--{name}"): value for name, value in inputs.items()}
+    given = options if isinstance(options, Mapping) else dataclasses.asdict(options)
+    paths = {flag.removeprefix("--") for flag in flags}
+    return OutputKey(
+        command=f"edgellm-export {subcommand}",
+        settings={name: value for name, value in given.items() if name not in paths},
+        inputs={flag: find_path(value) for flag, value in flags.items() if value is not None},
     )
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import SNAKE_CASE, App, Overwrite, run_command
+from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_of_head, rounds_as
 
@@ -354,6 +355,7 @@ def llm(
     draft_model_dir: FollowingDraft = None,
     report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Quantize a language model; the same command resumes an interrupted run."""
     from edgellm.quantize.job import Job
@@ -369,9 +371,10 @@ def llm(
         block_size=block_size, batch_tokens=batch_tokens, target_bits=target_bits,
         target_kl=target_kl, device=device, seed=seed, max_kl=max_kl, answers=answers,
         draft_model_dir=draft_model_dir, report=report,
-        ignore_config_keys=_split(ignore_config_keys),
+        ignore_config_keys=_split(ignore_config_keys), time_budget=time_budget,
+        overwrite=overwrite,
     )  # fmt: skip
-    _run(job, time_budget, None)
+    _run(job)
 
 
 @app.command(
@@ -404,6 +407,7 @@ def draft(
     max_kl: MaxKl = None,
     report: ReportPage = None,
     ignore_config_keys: IgnoredKeys = "",
+    overwrite: Overwrite = False,
 ) -> None:
     """Quantize a draft or MTP layer with its base's hidden states."""
     from edgellm.quantize.job import Job
@@ -416,17 +420,24 @@ def draft(
         calib_dataset=calib_dataset, num_samples=num_samples, seq_len=seq_len, held_out=held_out,
         alpha_step=alpha_step, block_size=block_size, batch_tokens=batch_tokens, device=device,
         seed=seed, max_kl=max_kl, report=report, ignore_config_keys=_split(ignore_config_keys),
+        max_loss=max_loss, overwrite=overwrite,
     )  # fmt: skip
-    _run(job, None, max_loss)
+    _run(job)
 
 
-def _run(job: Job, minutes: float | None, points: float | None) -> None:
-    """Run a job; `minutes` limit a search over algorithms, `points` one over precisions."""
+def _run(job: Job) -> None:
+    """Run a job, unless the output folder is its result."""
     from edgellm.quantize.pipeline.flag_checks import check_names, check_together
 
     check_names(job)
-    check_together(job, minutes, points)
+    check_together(job, job.time_budget, job.max_loss)
     _require_host()
+    if is_finished(job.output_dir, job.key(), overwrite=job.overwrite):
+        from edgellm.quantize.report.html_report import copy_page
+
+        copy_page(job)
+        typer.echo(finished_line(job.output_dir))
+        return
     from edgellm.quantize.pipeline.run import run_job
     from edgellm.quantize.pipeline.search.algorithms import search_algorithms
     from edgellm.quantize.pipeline.search.draft import search_precisions
@@ -435,9 +446,10 @@ def _run(job: Job, minutes: float | None, points: float | None) -> None:
 
     with _progress() as progress:
         if job.algo == "auto":
-            report = search_algorithms(job, minutes, progress)
+            report = search_algorithms(job, job.time_budget, progress)
         elif job.chooses_precision:
-            report = search_precisions(job, 0.5 if points is None else points, progress)
+            points = 0.5 if job.max_loss is None else job.max_loss
+            report = search_precisions(job, points, progress)
         elif job.keep_budget is not None:
             report = search_float_layers(job, progress)
         else:

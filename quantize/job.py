@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from edgellm.core.commands.output_folder import OutputKey
+
+SEARCH_OPTIONS = ("time_budget", "max_loss", "overwrite")  # that no single run depends on
+_MODELS = ("model_dir", "base_model_dir", "draft_model_dir")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,27 @@ class Job:
     draft_model_dir: str | None = None  # a float draft whose acceptance is measured
     report: Path | None = None  # extra HTML report, also of failed runs
     ignore_config_keys: tuple[str, ...] = ()
+    time_budget: float | None = None  # minutes of a search over algorithms
+    max_loss: float | None = None  # points of acceptance that a search over precisions may lose
+    overwrite: bool = False  # replaces another result, and another run's unfinished state
+
+    def key(self) -> OutputKey:
+        """What determines the output folder.
+
+        Raises:
+            EdgeLLMError: there is no such model.
+        """
+        from edgellm.export.pipeline.resolve import find_path
+
+        settings = asdict(self)
+        models = {name: settings.pop(name) for name in _MODELS}
+        texts = {name: settings.pop(name) for name in ("calib_dataset", "answers")}
+        for name in ("output_dir", "device", "report", "overwrite"):
+            del settings[name]
+        inputs = {f"--{name}": find_path(value) for name, value in models.items() if value}
+        inputs |= {f"--{name}": Path(text) for name, text in texts.items() if text}
+        what = "llm" if self.base_model_dir is None else "draft"
+        return OutputKey(command=f"edgellm-quantize {what}", settings=settings, inputs=inputs)
 
     @property
     def chooses_precision(self) -> bool:

@@ -13,6 +13,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
 )
+from edgellm.core.file_lock import hold
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.hf import Safetensors, write_safetensors
 from edgellm.quantize.calibration.hidden_states import write_text
@@ -46,21 +47,25 @@ class WorkFolder:
         """Whether the folder holds more than the job and the lock."""
         return {path.name for path in self.path.iterdir()} > {_JOB, LOCK}
 
-    def claim(self, settings: Mapping[str, Any]) -> None:
-        """Create the folder, or resume from it.
+    def claim(self, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Create the folder, or resume from it; with `overwrite` remove a run of other settings.
 
         Raises:
             EdgeLLMError: the folder has other settings or other contents, or is not writable.
         """
         job = self.path / _JOB
         text = json.dumps(settings, indent=2)
-        if job.exists():
-            if job.read_text("utf-8") != text:
-                raise EdgeLLMError(
-                    f"{self.path} holds a run with other settings",
-                    hint="give the same settings to resume, or remove that folder",
-                )
+        if job.exists() and job.read_text("utf-8") == text:
             return
+        if job.exists() and not overwrite:
+            raise EdgeLLMError(
+                f"{self.path} holds an unfinished run with other settings",
+                hint="give the same settings to resume, or --overwrite to discard it",
+            )
+        if job.exists():
+            busy = f"another edgellm-quantize works in {self.path}"
+            with hold(self.path / LOCK, busy, "wait for it, or give another --output_dir"):
+                self.remove()
         if self.path.exists() and any(self.path.iterdir()):
             raise EdgeLLMError(
                 f"{self.path} exists and is not of an interrupted run",

@@ -1,1 +1,1 @@
-"""Entry points of the commands."""
+"""What all commands share: entry points, reuse and replacement of outputs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edgellm.core.artifact import check_output, publish, temporary_folder
 from edgellm.core.errors import (
@@ -59,6 +60,7 @@ def export_draft(
     output: Path,
     options: DraftOptions,
     progress: Progress | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> Bundle:
     """Export a draft to `output` atomically: after an error `output` is unchanged.
 
@@ -68,13 +70,14 @@ def export_draft(
         output: the bundle's folder.
         options: what the user chose.
         progress: called with the bytes written and the bytes in all.
+        facts: see `edgellm.core.artifact.publish`.
 
     Raises:
         UnsupportedModelError: an unsupported layout, or a draft for another base.
         BrokenArtifactError: missing, unexpected, damaged or contradicting tensors.
         EdgeLLMError: a folder has other contents, or `output` cannot be written.
     """
-    check_output(output, DRAFT_BUNDLE, file_names((_MODEL, _FUSE)))
+    check_output(output, DRAFT_BUNDLE, file_names((_MODEL, _FUSE)), facts)
     recorded = _record(draft, base, options)
     quantization, contradiction = judge(draft, recorded.layouts, options.ignore_config_keys)
     with temporary_folder(output) as folder:
@@ -91,7 +94,7 @@ def export_draft(
             provenance={**_provenance(draft, base, recorded.config), **contradiction},
             files=records,
         )
-        return publish(folder, output, manifest)
+        return publish(folder, output, manifest, facts=facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

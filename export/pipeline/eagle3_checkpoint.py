@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.core.artifact import temporary_folder
+from edgellm.core.artifact import move_files, own_files, temporary_folder
+from edgellm.core.commands.output_folder import require_own
 from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
@@ -39,7 +40,7 @@ from edgellm.export.graph.architecture import (
     read_architecture,
 )
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.resolve import open_checkpoint, read_json
 
 _EMBEDDING = "embed_tokens.weight"
 _KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -86,22 +87,26 @@ ENGINES = {
 
 
 def hand_over(
-    draft: Checkpoint, base_dir: str, name: str, output: Path, ignored: tuple[str, ...] = ()
+    draft: Checkpoint,
+    base_dir: str,
+    name: str,
+    output: Path,
+    ignored: tuple[str, ...] = (),
+    facts: dict[str, Any] | None = None,
 ) -> str:
     """Write a draft to `output` in the format of the engine `name`.
+
+    `facts`: see `edgellm.core.artifact.move_files`.
 
     Returns:
         The engine's command with the draft.
 
     Raises:
-        EdgeLLMError: `output` is not empty, an unknown engine, or an error of `export_draft`.
+        EdgeLLMError: `output` is foreign, an unknown engine, or an error of `export_draft`.
         UnsupportedModelError: a draft that the engine does not support or computes differently.
     """
-    engine = ENGINES.get(name)
-    if engine is None:
-        raise EdgeLLMError(f"--for {name}: no such engine", hint=f"give {', '.join(ENGINES)}")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise EdgeLLMError(f"{output} is there already", hint="give another --output_dir")
+    engine = find_engine(name)
+    require_own(output)
     base = open_checkpoint(base_dir, tokenizer=False)
     refuse_rotated(base, f"--for {name}")
     config = understand_draft(draft, base, DraftOptions(ignore_config_keys=ignored))
@@ -118,8 +123,8 @@ def hand_over(
             f"{draft.label} has an embedding of its own; it was not checked that {name} reads it",
             hint="others: vllm",
         )
-    _, _, facts = read_architecture(base, ExportOptions(ignore_config_keys=ignored))
-    targets = read_target_ids(Weights(source=draft.tensors), config, facts)
+    _, _, decoder = read_architecture(base, ExportOptions(ignore_config_keys=ignored))
+    targets = read_target_ids(Weights(source=draft.tensors), config, decoder)
     with temporary_folder(output) as folder:
         whole = complete(draft.tensors, base.tensors, config)
         dropped = () if own else (_EMBEDDING,)  # engines use the base's
@@ -128,9 +133,23 @@ def hand_over(
         write_safetensors(folder / "model.safetensors", tensors, sorted(tensors.infos()))
         text = json.dumps(_config(draft.config, config), indent=2)
         (folder / "config.json").write_text(text + "\n", "utf-8")
-        folder.replace(output)
-    outputs = ", ".join(str(tap - 1) for tap in config.hidden_taps)
-    return engine.command.format(base=base_dir, draft=output, outputs=outputs)
+        move_files(folder, output, ["model.safetensors", "config.json"], own_files(output), facts)
+    return command_line(name, base_dir, output)
+
+
+def find_engine(name: str) -> Engine:
+    """The engine of a name; raises `EdgeLLMError` for unknown ones."""
+    engine = ENGINES.get(name)
+    if engine is None:
+        raise EdgeLLMError(f"--for {name}: no such engine", hint=f"give {', '.join(ENGINES)}")
+    return engine
+
+
+def command_line(name: str, base_dir: str, output: Path) -> str:
+    """The command of an engine with a draft that `hand_over` wrote."""
+    taps = read_json(output / "config.json")[TAP_IDS]
+    outputs = ", ".join(str(tap - 1) for tap in taps)
+    return find_engine(name).command.format(base=base_dir, draft=output, outputs=outputs)
 
 
 def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) -> None:

@@ -52,17 +52,19 @@ def export_llm(
     options: ExportOptions,
     progress: Progress | None = None,
     check: Check | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> Bundle:
     """Export a decoder to `output` atomically: after an error `output` is unchanged.
 
-    `check` raises an error for a bundle that must not be published.
+    `check` raises an error for a bundle that must not be published. `facts`: see
+    `edgellm.core.artifact.publish`.
 
     Raises:
         EdgeLLMError: an unknown architecture, config key or quantization; missing, unexpected or
             damaged tensors; `output` cannot be written.
     """
     names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
-    check_output(output, LLM_BUNDLE, names)
+    check_output(output, LLM_BUNDLE, names, facts)
     options = _with_pooling(options, checkpoint)
     tower, architecture, config = read_architecture(checkpoint, options)
     if options.lora_dir is not None:
@@ -101,7 +103,7 @@ def export_llm(
         )
         if check is not None:
             check(folder, manifest)
-        return publish(folder, output, manifest)
+        return publish(folder, output, manifest, facts=facts)
 
 
 def _provenance(checkpoint: Checkpoint) -> dict[str, str]:

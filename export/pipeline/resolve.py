@@ -29,6 +29,16 @@ _ADAPTER = "adapter_config.json"  # of PEFT
 _REMEDY = "copy or download the file again"
 
 
+def find_path(model_dir: str) -> Path:
+    """The folder or file of a checkpoint, which may be the id of a model in the hub cache.
+
+    Raises:
+        EdgeLLMError: no such path, and no such id in the cache.
+    """
+    path = Path(model_dir).expanduser()
+    return path if path.exists() else _cached_snapshot(model_dir)
+
+
 def open_draft(model_dir: str) -> Checkpoint:
     """Open a draft's checkpoint, which may be in the folder of its base model.
 

@@ -48,9 +48,15 @@ class VisualOptions:
 
 
 def export_visual(
-    checkpoint: Checkpoint, output: Path, options: VisualOptions, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    output: Path,
+    options: VisualOptions,
+    progress: Progress | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> Bundle:
     """Export an encoder to `output` atomically: after an error `output` is unchanged.
+
+    `facts`: see `edgellm.core.artifact.publish`.
 
     Raises:
         UnsupportedModelError: not a vision-language model, or an unknown encoder or config key.
@@ -58,7 +64,7 @@ def export_visual(
         EdgeLLMError: the processor's config is missing, or `output` cannot be written.
     """
     names = [*file_names((_GRAPH,)), _CONFIG, *checkpoint.processor_files]
-    check_output(output, VISUAL_BUNDLE, names)
+    check_output(output, VISUAL_BUNDLE, names, facts)
     encoder, config = read_encoder(checkpoint, options)
     if _PROCESSORS.isdisjoint(checkpoint.processor_files):
         raise EdgeLLMError(
@@ -94,7 +100,7 @@ def export_visual(
             },
             files=records,
         )
-        return publish(folder, output, manifest)
+        return publish(folder, output, manifest, facts=facts)
 
 
 def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[ModuleType, Any]:

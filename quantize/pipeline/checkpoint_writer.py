@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgellm.core.artifact import move_files, replace_file, temporary_folder
+from edgellm.core.artifact import move_files, own_files, temporary_folder
 from edgellm.core.errors import (
     BrokenArtifactError,
-    EdgeLLMError,
 )
 from edgellm.core.resources import require_space
 from edgellm.core.strict_json import parse
@@ -21,32 +20,14 @@ from edgellm.quantize.formats import compressed_tensors
 from edgellm.quantize.formats.tensors import Joined, split_shards
 from edgellm.quantize.models.checks import EMBEDDING, linear_shapes
 from edgellm.quantize.plan import Plan
-from edgellm.quantize.report.html_report import render
+from edgellm.quantize.report.html_report import PAGE, render
 from edgellm.quantize.report.report import Report, as_json
 from edgellm.quantize.work_folder import HEAD_PART, layer_part
 
-SIDE_FILE, PAGE = "edgellm_quant.json", "edgellm_quant.html"
+SIDE_FILE = "edgellm_quant.json"
 _QUANT_CONFIG = "hf_quant_config.json"
 _SHARD_BYTES = 5 * 10**9
 _EVERY_FORMAT = ("quant_algo", "kv_cache_quant_algo", "exclude_modules")
-
-
-def check_output(output: Path) -> None:
-    """Reject a folder whose files this command did not write.
-
-    Raises:
-        EdgeLLMError: `output` is a file, or a folder that this command did not make.
-    """
-    if output.exists() and not output.is_dir():
-        raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
-    ours = _own_files(output)
-    for pattern in ("*.safetensors", "*.json", "*.html", "*.jinja"):
-        for path in sorted(output.glob(pattern)):
-            if path.name not in ours:
-                raise EdgeLLMError(
-                    f"{output} already holds {path.name}, which this command did not make",
-                    hint="give another --output_dir",
-                )
 
 
 def write_folder(plan: Plan, report: Report) -> None:
@@ -75,31 +56,16 @@ def write_folder(plan: Plan, report: Report) -> None:
         (folder / PAGE).write_text(render(report), "utf-8")
         names = sorted([SIDE_FILE, *(path.name for path in folder.iterdir())])
         _write_json(folder / SIDE_FILE, {**as_json(report), "files": names})
-        check_output(output)
-        publish(folder, output)
+        publish(folder, output, plan.job.key().facts())
 
 
-def publish(folder: Path, output: Path) -> None:
-    """Move a finished folder, with its list of files in `SIDE_FILE`, to `output`.
+def publish(folder: Path, output: Path, facts: dict[str, Any]) -> None:
+    """Move a finished folder to `output`; its files are those that `SIDE_FILE` lists.
 
-    If a run is killed here, the next run recognizes its files.
+    `facts`: see `edgellm.core.artifact.move_files`.
     """
-    names, old = _own_files(folder), _own_files(output)
-    if not output.is_symlink() and not (output.exists() and any(output.iterdir())):
-        folder.replace(output)
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    replace_file(output / SIDE_FILE, json.dumps({"files": sorted(names | old)}))
-    move_files(folder, output, [*sorted(names - {SIDE_FILE}), SIDE_FILE], old)
-
-
-def _own_files(output: Path) -> set[str]:
-    """Return the names of an earlier run's files."""
-    try:
-        files = parse((output / SIDE_FILE).read_text("utf-8"))["files"]
-        return {name for name in files if Path(name).name == name}
-    except (OSError, ValueError, KeyError, TypeError):
-        return set()
+    names = parse((folder / SIDE_FILE).read_text("utf-8"))["files"]
+    move_files(folder, output, names, own_files(output), facts)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

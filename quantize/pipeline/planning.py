@@ -36,7 +36,7 @@ from edgellm.quantize.formats.schemes import (
     choose_scheme,
     smallest_bits,
 )
-from edgellm.quantize.job import Job
+from edgellm.quantize.job import SEARCH_OPTIONS, Job
 from edgellm.quantize.metrics.questions import Questions, read_questions
 from edgellm.quantize.models import checks
 from edgellm.quantize.models.draft import open_float_draft
@@ -291,7 +291,7 @@ def _settings(
 ) -> dict[str, Any]:
     """Return the settings that a resumed run must share with the interrupted one."""
     facts = asdict(job)
-    for name in ("output_dir", "device", "max_kl", "report"):
+    for name in ("output_dir", "device", "max_kl", "report", *SEARCH_OPTIONS):
         del facts[name]
     infos = subject.tensors.infos()
     names = sorted((name, info.dtype, info.shape) for name, info in infos.items())

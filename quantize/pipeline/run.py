@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from edgellm.core.commands.output_folder import require_own
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.core.resources import explain_full_disk
@@ -53,7 +54,7 @@ from edgellm.quantize.models.eagle_draft import Draft
 from edgellm.quantize.models.experts import find_experts, round_experts, watch
 from edgellm.quantize.models.families import Family
 from edgellm.quantize.models.one_layer_model import LAYER, quiet_transformers, run_layer
-from edgellm.quantize.pipeline.checkpoint_writer import check_output, write_folder
+from edgellm.quantize.pipeline.checkpoint_writer import write_folder
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.report.html_report import check_page, write_page
@@ -83,12 +84,12 @@ def run_job(job: Job, progress: Progress) -> Report:
     """
     quiet_transformers()
     start = time.perf_counter()
-    check_output(job.output_dir)
+    require_own(job.output_dir)
     check_page(job)
     plan = make_plan(job)
     draft = open_draft_of(plan)
     work = plan.task.work
-    work.claim(plan.settings)
+    work.claim(plan.settings, overwrite=job.overwrite)
     busy = f"another edgellm-quantize works in {work.path}"
     with (
         hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"),

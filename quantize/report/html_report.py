@@ -18,6 +18,7 @@ from edgellm.quantize.report.report import Report
 if TYPE_CHECKING:
     from markupsafe import Markup
 
+PAGE = "edgellm_quant.html"  # of each result
 _PAGE = Path(__file__).with_name("report.html")
 _HEADING = b"<h1>Quantization: "  # of each page
 
@@ -65,6 +66,13 @@ def write_page(job: Job, report: Report) -> None:
     """Write the page of `--report`, if given, atomically."""
     if job.report is not None:
         write_text(job.report, render(report))
+
+
+def copy_page(job: Job) -> None:
+    """Write the page of a finished result to `--report`, if given."""
+    check_page(job)
+    if job.report is not None:
+        write_text(job.report, (job.output_dir / PAGE).read_text("utf-8"))
 
 
 def _title(report: Report) -> str:

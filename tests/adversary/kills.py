@@ -40,12 +40,14 @@ class Work:
 
 def _export(workshop: Workshop, folder: Path, **how: object) -> Ended:
     flags = ("--model_dir", workshop.pair.base_checkpoint, "--output_dir", folder / "out")
+    flags = (*flags, "--overwrite")
     return workshop.commands.run(folder, "edgellm-export", "llm", *flags, **how)
 
 
 def _build(workshop: Workshop, folder: Path, **how: object) -> Ended:
     flags = ("--onnxDir", workshop.bundle, "--engineDir", folder / "out", "--maxInputLen", 16)
-    return workshop.commands.run(folder, "llm_build", *flags, "--maxKVCacheCapacity", 32, **how)
+    flags = (*flags, "--maxKVCacheCapacity", 32, "--overwrite")
+    return workshop.commands.run(folder, "llm_build", *flags, **how)
 
 
 def _infer(workshop: Workshop, folder: Path, **how: object) -> Ended:

@@ -13,8 +13,9 @@ from edgellm.build import cli, resource_estimate
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import verify_files
-from edgellm.core.errors import LimitError
+from edgellm.core.errors import EdgeLLMError, LimitError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.device_runtime import runners
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)
 
@@ -137,8 +138,9 @@ def test_newer_contracts_and_other_artifacts_are_rejected(
 
 
 def test_a_bundle_is_rejected_as_an_engine_folder(command_here, bundle):
-    result = _build(command_here, bundle, bundle)
-    assert_one_line_error(result, "is not part of an earlier llm_engine")
+    for flags in ((), ("--overwrite",)):
+        result = _build(command_here, bundle, bundle, *SMALL, *flags)
+        assert_one_line_error(result, "is the input --onnxDir", "another output folder")
     verify_files(bundle, load_bundle(bundle, LLM_BUNDLE).files)
 
 
@@ -201,7 +203,15 @@ def test_ctrl_c_keeps_the_old_engine(command, tiny_bundle, tmp_path):
     work.mkdir()
     assert _build(command, tiny_bundle, work / "engine").returncode == 0
     before = load_engine(work / "engine", LLM_ENGINE)
-    build = ["llm_build", "--onnxDir", tiny_bundle, "--engineDir", work / "engine", *SMALL]
+    build = [
+        "llm_build",
+        "--onnxDir",
+        tiny_bundle,
+        "--engineDir",
+        work / "engine",
+        *SMALL,
+        "--overwrite",
+    ]
     code, said = interrupt(build, work, ".engine.partial-*")
     assert (code, said[-1:]) == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["engine"]
@@ -214,3 +224,34 @@ def test_a_failing_disk_leaves_nothing_half_written(command, tiny_bundle, tmp_pa
     result = _build(command, tiny_bundle, work / "engine", preexec_fn=limit_file_size)
     assert_one_line_error(result, "File too large")
     assert not list(work.iterdir())
+
+
+def test_cuda_is_refused_where_it_cannot_run(command_here, tiny_bundle, tmp_path, monkeypatch):
+    """A named library still compiles for the GPU of another machine."""
+
+    def refuse() -> None:
+        raise EdgeLLMError("there is no NVIDIA GPU here")
+
+    for name in ("tensorrt", "onnxruntime_cuda"):
+        monkeypatch.setattr(runners.find(name), "require_device", refuse)
+    engine = tmp_path / "engine"
+    result = _build(command_here, tiny_bundle, engine, *SMALL, "--device", "cuda")
+    assert_one_line_error(result, "CUDA cannot run here", "leave it out to build for the CPU")
+    assert result.returncode == 2
+    assert not engine.exists()
+
+
+def test_the_same_command_returns_at_once(command_here, tiny_bundle, tmp_path):
+    engine = tmp_path / "engine"
+    assert _build(command_here, tiny_bundle, engine).returncode == 0
+    before = {path.name: path.stat().st_mtime_ns for path in engine.iterdir()}
+    again = _build(command_here, tiny_bundle, engine)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout.splitlines()[-1].startswith(f"{engine}: finished already")
+    other = _build(command_here, tiny_bundle, engine, *SMALL, "--threads", 1)
+    assert_one_line_error(other, "it has threads 0, not 1", "--overwrite")
+    assert other.returncode == 2
+    assert before == {path.name: path.stat().st_mtime_ns for path in engine.iterdir()}
+    replaced = _build(command_here, tiny_bundle, engine, *SMALL, "--threads", 1, "--overwrite")
+    assert replaced.returncode == 0, replaced.stderr
+    assert load_engine(engine, LLM_ENGINE).threads == 1

@@ -36,11 +36,21 @@ def _build(command, bundle, engine, *more):
     return command("llm_build", "--onnxDir", bundle, "--engineDir", engine, *SIZES, *more)
 
 
-@pytest.mark.parametrize(("order", "spelling"), [("base first", "eagle"), ("draft first", "spec")])
-def test_base_and_draft_are_built_in_either_order(command, eagle_pair, tmp_path, order, spelling):
+def test_a_draft_needs_the_engine_of_its_base(command_here, eagle_pair, tmp_path):
     engine = tmp_path / "engine"
-    parts = [(eagle_pair.bundle, "Base"), (eagle_pair.draft_bundle, "Draft")]
-    for bundle, part in parts if order == "base first" else parts[::-1]:
+    result = _build(command_here, eagle_pair.draft_bundle, engine, "--eagleDraft")
+    assert_one_line_error(result, "has no base engine for this draft", "build the base first")
+    assert not engine.exists()
+    assert _build(command_here, eagle_pair.bundle, engine).returncode == 0
+    result = _build(command_here, eagle_pair.draft_bundle, engine, "--eagleDraft")
+    assert_one_line_error(result, "was built without --eagleBase", "--eagleBase --overwrite")
+    assert not (engine / "draft").exists()
+
+
+@pytest.mark.parametrize("spelling", ["eagle", "spec"])
+def test_base_and_draft_are_built_into_one_folder(command, eagle_pair, tmp_path, spelling):
+    engine = tmp_path / "engine"
+    for bundle, part in ((eagle_pair.bundle, "Base"), (eagle_pair.draft_bundle, "Draft")):
         result = _build(command, bundle, engine, f"--{spelling}{part}", *TREES)
         assert result.returncode == 0, result.stderr
     assert str(engine) in result.stdout
@@ -55,13 +65,14 @@ def test_base_and_draft_are_built_in_either_order(command, eagle_pair, tmp_path,
     assert base.cost_ms["host"]["1"] > 0
     assert draft.draft.decoder.kv.dtype == "float32"
     assert [graph.path for graph in draft.graphs["fuse"]] == ["fuse.onnx"]
-    result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)  # once more
+    rebuild = (eagle_pair.bundle, engine, "--eagleBase", *TREES, "--overwrite")
+    result = _build(command, *rebuild)
     assert result.returncode == 0, result.stderr
     verify_files(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE).files)
     manifest = engine / "draft" / "manifest.json"  # an older edgellm's is built again after this
     text = manifest.read_text().replace('"contract_version": 3', '"contract_version": 1')
     manifest.write_text(text)
-    result = _build(command, eagle_pair.bundle, engine, "--eagleBase", *TREES)
+    result = _build(command, *rebuild)
     assert (result.returncode, manifest.read_text()) == (0, text), result.stderr
 
 
@@ -73,13 +84,13 @@ def test_quantize_sets_the_precision_of_base_and_draft(
     command_here, eagle_pair, tmp_path, flags, precision
 ):
     engine = tmp_path / "engine"
+    result = _build(command_here, eagle_pair.bundle, engine, "--eagleBase", *TREES, *flags)
+    assert result.returncode == 0, result.stderr
+    assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
     result = _build(command_here, eagle_pair.draft_bundle, engine, "--eagleDraft", *flags)
     assert result.returncode == 0, result.stderr
     draft = load_engine(engine / "draft", DRAFT_ENGINE)
     assert [graph.precision for graph in draft.main_graphs] == [precision]
-    result = _build(command_here, eagle_pair.bundle, engine, "--eagleBase", *flags)
-    assert result.returncode == 0, result.stderr
-    assert load_engine(engine, LLM_ENGINE).main_graphs[0].precision == precision
 
 
 def test_small_drafts_are_int4_on_one_thread(eagle_pair, tmp_path):
@@ -141,6 +152,7 @@ def test_a_dry_run_predicts_a_draft(command_here, eagle_pair, tmp_path):
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "engine").exists()
     megabytes = float(result.stdout.splitlines()[1].split()[1])
+    _build(command_here, eagle_pair.bundle, tmp_path / "engine", "--eagleBase", *TREES)
     _build(command_here, eagle_pair.draft_bundle, tmp_path / "engine", *flags)
     files = load_engine(tmp_path / "engine" / "draft", DRAFT_ENGINE).files
     actual = sum(record.num_bytes for name, record in files.items() if name.endswith(".data")) / 1e6

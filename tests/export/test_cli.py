@@ -67,7 +67,8 @@ def test_sharded_checkpoints_are_exported(command_here, checkpoint, tmp_path):
     assert result.returncode == 0, result.stderr
     (checkpoint / "b.safetensors").unlink()
     assert_one_line_error(
-        _export(command_here, checkpoint, tmp_path / "out"), "b.safetensors is missing"
+        _export(command_here, checkpoint, tmp_path / "out", "--overwrite"),
+        "b.safetensors is missing",
     )
 
 
@@ -153,7 +154,8 @@ def test_faults_in_the_config_are_rejected(command_here, checkpoint, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     (checkpoint / "config.json").write_text("{broken")
-    assert_one_line_error(_export(command_here, checkpoint, tmp_path / "out"), "is not valid JSON")
+    broken = _export(command_here, checkpoint, tmp_path / "out", "--overwrite")
+    assert_one_line_error(broken, "is not valid JSON")
 
 
 def test_faults_in_the_tokenizer_are_rejected(command_here, checkpoint, tmp_path):
@@ -185,22 +187,30 @@ def test_invalid_flags_are_rejected(command_here, tiny_checkpoint, tmp_path):
 
 def test_foreign_files_in_the_output_folder_are_kept(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
-    out.mkdir()
+    assert _export(command_here, tiny_checkpoint, out).returncode == 0
     (out / "thesis.txt").write_text("years of work")
-    assert _export(command_here, tiny_checkpoint, out).returncode == 0
-    assert _export(command_here, tiny_checkpoint, out).returncode == 0
+    (out / "commit.onnx").write_text("mine")
+    again = _export(command_here, tiny_checkpoint, out, "--overwrite")
+    assert_one_line_error(again, "commit.onnx exists and is not part of an earlier llm_bundle")
+    (out / "commit.onnx").unlink()
+    assert _export(command_here, tiny_checkpoint, out, "--overwrite").returncode == 0
     assert (out / "thesis.txt").read_text() == "years of work"
-    (out / "manifest.json").write_text('{"mine": true}')
-    assert_one_line_error(
-        _export(command_here, tiny_checkpoint, out), "is not part of an earlier llm_bundle"
-    )
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "manifest.json").write_text('{"mine": true}')
+    for flags in ((), ("--overwrite",)):
+        refused = _export(command_here, tiny_checkpoint, foreign, *flags)
+        assert_one_line_error(refused, "was not made by edgellm", "another output folder")
+    assert [path.name for path in foreign.iterdir()] == ["manifest.json"]
     (tmp_path / "file").write_text("x")
     assert_one_line_error(_export(command_here, tiny_checkpoint, tmp_path / "file"), "is a file")
 
 
 def test_the_checkpoint_is_rejected_as_output_folder(command_here, checkpoint):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    assert_one_line_error(_export(command_here, checkpoint, checkpoint), "not part of an earlier")
+    for flags in ((), ("--overwrite",)):
+        refused = _export(command_here, checkpoint, checkpoint, *flags)
+        assert_one_line_error(refused, "was not made by edgellm")
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
@@ -245,6 +255,7 @@ def test_ctrl_c_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
     before = load_bundle(work / "out", LLM_BUNDLE)
     large = _sparse_checkpoint(tmp_path / "large")
     export = ["edgellm-export", "llm", "--model_dir", large, "--output_dir", work / "out"]
+    export += ["--overwrite"]
     assert interrupt(export, work, ".out.partial-*/files/model.weights") == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["out"]
     assert load_bundle(work / "out", LLM_BUNDLE) == before

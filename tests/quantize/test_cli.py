@@ -18,6 +18,8 @@ from conftest import INTERRUPTED, assert_one_line_error, interrupt
 from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
 
+from edgellm.core.artifact import RECORD_NAME
+from edgellm.core.commands.output_folder import require_own
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -30,6 +32,8 @@ from edgellm.quantize.models import checks
 from edgellm.quantize.pipeline import checkpoint_writer as folder_module
 from edgellm.quantize.pipeline import run as run_module
 from edgellm.quantize.pipeline.run import run_job
+
+FACTS = {"command": "edgellm-quantize llm", "settings": {}, "inputs": {}}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,11 +70,11 @@ def _change(job, name, change) -> None:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """Return the files that an interrupt must not change: all without timings."""
+    """Return the files that an interrupt must not change: all without timings and sizes."""
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
-        if not path.name.startswith("edgellm_quant")
+        if not path.name.startswith("edgellm_quant") and path.name != RECORD_NAME
     }
 
 
@@ -151,7 +155,7 @@ def test_a_run_killed_while_its_files_move_can_be_repeated(tmp_path, monkeypatch
         return tmp_path / name
 
     if replaces:
-        folder_module.publish(write("first", ["config.json", "model-1.safetensors"]), output)
+        folder_module.publish(write("first", ["config.json", "model-1.safetensors"]), output, FACTS)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
     def cut(path, target):
@@ -166,15 +170,16 @@ def test_a_run_killed_while_its_files_move_can_be_repeated(tmp_path, monkeypatch
         second = write(f"second{attempt}", ["config.json", "model.safetensors", "tokenizer.json"])
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Path, "replace", cut)
-            folder_module.publish(second, output)
+            folder_module.publish(second, output, FACTS)
             break
-        folder_module.check_output(output)
-    assert attempt == (6 if replaces else 2)
+        require_own(output)
+    assert attempt == (7 if replaces else 3)
     assert {path.name for path in output.iterdir()} == {
         "config.json",
         "model.safetensors",
         "tokenizer.json",
         folder_module.SIDE_FILE,
+        RECORD_NAME,
     }
     assert json.loads((output / folder_module.SIDE_FILE).read_text())["of"] == f"second{attempt}"
 
@@ -186,7 +191,7 @@ def test_a_run_with_other_settings_is_rejected(job, place):
     with pytest.raises(KeyboardInterrupt):
         run_job(job, stop)
     other = make_job(place / "model", place / "text.jsonl", job.output_dir, "nvfp4")
-    with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
+    with pytest.raises(EdgeLLMError, match="holds an unfinished run with other settings"):
         run_job(other, _quiet)
     run_job(job, _quiet)
 
@@ -325,14 +330,15 @@ def test_foreign_files_are_not_overwritten(job):
     job.output_dir.mkdir()
     foreign = job.output_dir / "model.safetensors"
     foreign.write_bytes(b"mine")
-    with pytest.raises(EdgeLLMError, match="this command did not make"):
+    with pytest.raises(EdgeLLMError, match=r"was not made by edgellm: it has model\.safetensors"):
         run_job(job, _quiet)
     foreign.unlink()
+    run_job(job, _quiet)
     notes = job.output_dir / "notes.txt"
     notes.write_text("mine")
     run_job(job, _quiet)
     assert notes.read_text() == "mine"
-    assert len(list(job.output_dir.iterdir())) == 10
+    assert len(list(job.output_dir.iterdir())) == 11
     job.work_dir.mkdir()
     (job.work_dir / "mine").touch()
     with pytest.raises(EdgeLLMError, match="not of an interrupted run"):

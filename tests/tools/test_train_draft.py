@@ -19,6 +19,7 @@ from conftest import assert_one_line_error, make_checkpoint
 from draft_runs import DraftRun, K
 from safetensors.torch import load_file
 
+from edgellm.core.artifact import RECORD_NAME
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.export import models
@@ -103,9 +104,9 @@ def _command(job: Job, **changes: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
-def _run_here(job: Job) -> None:
+def _run_here(job: Job, *more: str) -> None:
     """Run the same command line in this process; errors are raised."""
-    app(_arguments(job), standalone_mode=False)
+    app([*_arguments(job), *more], standalone_mode=False)
 
 
 def _network(folder: Path, vocabulary: int = HEAD) -> tuple[Draft, np.ndarray]:
@@ -130,20 +131,28 @@ def test_the_command_trains_a_draft_that_loads(job):
         "model.safetensors",
         "config.json",
         "training.json",
+        RECORD_NAME,
     }
     _network(job.output_dir)
     written = _files(job.output_dir)
-    _run_here(job)  # the run is finished: nothing is trained, the same draft is written
+    again = _command(job)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "finished already" in again.stdout
+    _run_here(job, "--overwrite")  # nothing is trained, the same draft is written
     assert _files(job.output_dir) == written
     another = f"another edgellm-train-draft uses {job.work_dir}"
     with hold(job.work_dir / "lock", "", ""), pytest.raises(EdgeLLMError, match=another):
-        _run_here(job)
+        _run_here(job, "--overwrite")
     other = _command(job, epochs=3)
-    assert_one_line_error(other, "holds a run with other settings", "another --work_dir")
+    assert_one_line_error(other, "it has epochs 2, not 3", "--overwrite to replace it")
     assert other.returncode == 2
+    with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
+        run(replace(job, output_dir=job.output_dir.with_name("b"), held_out=5))
     job.data[0].write_text(job.data[0].read_text().replace("w20", "w21"))
-    with pytest.raises(EdgeLLMError, match="the conversations have changed"):
+    with pytest.raises(EdgeLLMError, match="it is from other files of --data 1"):
         _run_here(job)
+    with pytest.raises(EdgeLLMError, match="the conversations have changed"):
+        _run_here(job, "--overwrite")
     assert _files(job.output_dir) == written
 
 
@@ -360,7 +369,7 @@ def test_foreign_files_are_not_overwritten(job):
         foreign.write_text("mine")
         for name, text in others.items():
             (job.output_dir / name).write_text(text)
-        with pytest.raises(EdgeLLMError, match="which this command did not write"):
+        with pytest.raises(EdgeLLMError, match="was not made by edgellm: it has config"):
             run(job)
         assert foreign.read_text() == "mine"
     with pytest.raises(EdgeLLMError, match="is a file"):

@@ -70,6 +70,7 @@ def evaluate(
         repeats=flags.repeats,
         run_code=flags.run_code,
         servers=servers,
+        overwrite=flags.overwrite,
     )
     evaluate(job)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from edgellm.core.artifact import hash_engines, replace_file
+from edgellm.core.commands.output_folder import finished_line
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -23,8 +24,8 @@ from edgellm.tools.evaluate.reporting.report import report_markdown, report_page
 from edgellm.tools.evaluate.scoring import divergence
 from edgellm.tools.evaluate.scoring.rouge import require_rouge
 from edgellm.tools.evaluate.scoring.sandbox import open_sandbox
-from edgellm.tools.evaluate.scoring.scores import SCORES_FILE, Scores, score
-from edgellm.tools.evaluate.settings import Settings, run_folder
+from edgellm.tools.evaluate.scoring.scores import SCORES_FILE, Scores, read_scores, score
+from edgellm.tools.evaluate.settings import RUN_FILE, Settings, run_folder
 from edgellm.tools.remote.ray_map import require_ray
 from edgellm.tools.remote.servers import Servers
 from edgellm.tools.tables import show
@@ -47,6 +48,7 @@ class Job:
     repeats: int
     run_code: bool
     servers: Servers | None = None
+    overwrite: bool = False  # starts anew in the folder of another run
 
 
 def evaluate(job: Job) -> None:
@@ -57,14 +59,18 @@ def evaluate(job: Job) -> None:
     """
     questions = load(job.dataset, job.data_file)[: job.limit]
     _check(job, questions)
+    settings = settings_of(job, questions)
+    runs_code = job.run_code and any(question.scoring == "code" for question in questions)
+    found = None if job.overwrite else _finished(job.output_dir, settings)
+    if found is not None and (found.programs or not runs_code):
+        show(finished_line(job.output_dir), tables(settings, found))
+        return
     llm = None
     if job.engine_dir is not None:
         llm = LLM(job.engine_dir, spec=job.spec, multimodal_engine_dir=job.multimodal_engine_dir)
-    settings = settings_of(job, questions)
-    sandbox = None
-    if job.run_code and any(question.scoring == "code" for question in questions):
-        sandbox = open_sandbox()
-    with run_folder(job.output_dir, settings), open_logs(job.output_dir, settings) as logs:
+    sandbox = open_sandbox() if runs_code else None
+    claim = run_folder(job.output_dir, settings, overwrite=job.overwrite)
+    with claim, open_logs(job.output_dir, settings) as logs:
         done = sum(len(log.records) for log in logs.values())
         with _progress(len(questions) * len(logs), done) as advance:
             if llm is not None:
@@ -81,6 +87,20 @@ def evaluate(job: Job) -> None:
         f"{job.output_dir}: answers, {SCORES_FILE}, report.md, report.html",
         tables(settings, scores),
     )
+
+
+def _finished(folder: Path, settings: Settings) -> Scores | None:
+    """The scores of a finished run in the folder; None if there is work to do.
+
+    Raises:
+        EdgeLLMError: the run has other settings or damaged files, or another process uses it.
+    """
+    if not (folder / SCORES_FILE).exists() or not (folder / RUN_FILE).exists():
+        return None
+    with run_folder(folder, settings), open_logs(folder, settings) as logs:
+        if any(len(log.records) < settings.num_questions for log in logs.values()):
+            return None
+        return read_scores(folder)
 
 
 def _write(folder: Path, settings: Settings, scores: Scores) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from edgellm.core.cli import with_flags
+from edgellm.core.cli import Overwrite, with_flags
 
 EngineDir = Annotated[
     Path | None,
@@ -157,6 +157,7 @@ class EvalFlags:
     run_code: RunCode = False
     compare: Compare = None
     convert: Convert = None
+    overwrite: Overwrite = False
 
 
 with_eval_flags = with_flags("flags", EvalFlags)

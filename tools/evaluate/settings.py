@@ -16,6 +16,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 
 RUN_FILE = "run.json"
+_RESULTS = ("plain.jsonl", "spec.jsonl", "scores.json", "report.md", "report.html")
 _FLAGS = {
     "dataset": "--dataset",
     "data_sha256": "questions (--limit, or the data changed)",
@@ -54,29 +55,35 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @contextlib.contextmanager
-def run_folder(folder: Path, settings: Settings) -> Iterator[None]:
-    """Start or resume a run in the folder, and lock it.
+def run_folder(folder: Path, settings: Settings, *, overwrite: bool = False) -> Iterator[None]:
+    """Start or resume a run in the folder, and lock it; with `overwrite` it starts anew.
 
     Raises:
         EdgeLLMError: the run has other settings, another process holds the lock, or the folder
-            has answer files without settings.
+            has answer files without settings, or other foreign files.
     """
     path = folder / RUN_FILE
+    busy = f"another edgellm-eval uses {folder}", "wait for it, or give another --outputDir"
+    if is_own := overwrite and path.exists():
+        read_settings(folder)
+        with hold(path, *busy):
+            for name in (*_RESULTS, RUN_FILE):
+                (folder / name).unlink(missing_ok=True)
     if not path.exists():
-        _begin(folder, settings)
-    busy = f"another edgellm-eval uses {folder}"
-    with hold(path, busy, "wait for it, or give another --outputDir"):
+        _begin(folder, settings, is_own=is_own)
+    with hold(path, *busy):
         stored = read_settings(folder)
         for name, flag in _FLAGS.items():
             if getattr(stored, name) != getattr(settings, name):
                 raise EdgeLLMError(
                     f"{folder} was started with other {flag}{_values(stored, settings, name)}",
-                    hint="give the same flags to resume, or another --outputDir",
+                    hint="give the same flags to resume, another --outputDir, or --overwrite to "
+                    "replace it",
                 )
         yield
 
 
-def _begin(folder: Path, settings: Settings) -> None:
+def _begin(folder: Path, settings: Settings, *, is_own: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise EdgeLLMError(f"{folder} is a file", hint="give a folder as --outputDir")
     for name in ("plain.jsonl", "spec.jsonl"):
@@ -85,6 +92,13 @@ def _begin(folder: Path, settings: Settings) -> None:
                 f"{folder / name} exists, but {RUN_FILE} with its settings is missing",
                 hint="give another --outputDir",
             )
+    entries = sorted(folder.iterdir()) if folder.exists() else []
+    foreign = [each.name for each in entries if each.name not in _RESULTS]
+    if foreign and not is_own:
+        raise EdgeLLMError(
+            f"{folder} is not empty and holds no evaluation: it has {foreign[0]}",
+            hint="give another --outputDir",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     content = msgspec.to_builtins(settings)
     replace_file(folder / RUN_FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

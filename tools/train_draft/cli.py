@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, numbers, run_command, with_flags
+from edgellm.core.cli import SNAKE_CASE, App, Overwrite, numbers, run_command, with_flags
+from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
@@ -391,6 +392,7 @@ class TrainFlags:
     save_every: SaveEvery = 100
     device: Device = "auto"
     seed: Seed = 0
+    overwrite: Overwrite = False
 
 
 with_train_flags = with_flags("flags", TrainFlags)
@@ -414,7 +416,11 @@ def train_draft(
     _require_host()
     from edgellm.tools.train_draft.training_run import run
 
-    run(_job(flags, own))
+    job = _job(flags, own)
+    if is_finished(job.output_dir, job.key(), overwrite=job.overwrite):
+        typer.echo(finished_line(job.output_dir))
+        return
+    run(job)
 
 
 def _job(flags: TrainFlags, own: MethodFlags) -> Job:
@@ -456,6 +462,7 @@ def _job(flags: TrainFlags, own: MethodFlags) -> Job:
             seed=flags.seed,
         ),
         method=flags.method,
+        overwrite=flags.overwrite,
         num_heads=own.num_heads or 0,
         block_size=own.block_size or 0,
         num_layers=own.num_layers or 0,

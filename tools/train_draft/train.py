@@ -22,7 +22,7 @@ from edgellm.tools.train_draft.data.hidden_states import (
 )
 from edgellm.tools.train_draft.methods.method import Learner
 
-_STATE = "training.pt"
+STATE_FILE = "training.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Load the folder's state; return whether there was one."""
-        path = self.folder / _STATE
+        path = self.folder / STATE_FILE
         if not path.exists():
             return False
         state = torch.load(path, map_location=self.device, weights_only=True)
@@ -83,7 +83,7 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
         }
-        partial = self.folder / f"{_STATE}.partial"
+        partial = self.folder / f"{STATE_FILE}.partial"
         with partial.open("wb") as stream:
             try:
                 torch.save(state, stream)
@@ -91,7 +91,7 @@ class Trainer:
                 if isinstance(error.__context__, OSError):
                     raise error.__context__ from None
                 raise
-        partial.replace(self.folder / _STATE)
+        partial.replace(self.folder / STATE_FILE)
 
     def run(
         self,

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from edgellm.core.artifact import move_files, temporary_folder
+from edgellm.core.artifact import move_files, own_files, temporary_folder
+from edgellm.core.commands.output_folder import OutputKey, require_own
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
 )
 from edgellm.core.file_lock import hold
 from edgellm.core.resources import explain_full_disk
-from edgellm.core.strict_json import parse
 from edgellm.export.config.hidden_taps import check_taps, default_taps
+from edgellm.export.pipeline.resolve import find_path
 from edgellm.quantize.pipeline.torch_device import choose_device
 from edgellm.tools.remote.servers import Servers
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
-from edgellm.tools.train_draft.checkpoint_writers import FILES, TRAINING
 from edgellm.tools.train_draft.data.corpus import (
     Generation,
     Sample,
@@ -42,10 +42,15 @@ from edgellm.tools.train_draft.methods.eagle1 import Eagle1
 from edgellm.tools.train_draft.methods.eagle3 import Eagle3
 from edgellm.tools.train_draft.methods.medusa import Medusa
 from edgellm.tools.train_draft.methods.method import Learner
-from edgellm.tools.train_draft.train import Progress, Recipe, Trainer
+from edgellm.tools.train_draft.train import STATE_FILE, Progress, Recipe, Trainer
 
 _BLOCKS = ("dflash", "dspark")
 _TAPPED = ("eagle3", *_BLOCKS)
+# Of a work folder; job.json, which owns the others, is removed last.
+_STATE_FILES = ("prompts.jsonl", "answers.jsonl", "corpus.sha256", "features.bin",
+                "features.known", STATE_FILE, "job.json")  # fmt: skip
+_RUN_ONLY = ("output_dir", "work_dir", "device", "save_every", "cache_features", "servers",
+             "overwrite")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,16 @@ class Job:
     block_size: int = 0  # for "dflash" and "dspark"
     num_layers: int = 0  # for "dflash" and "dspark"
     servers: Servers | None = None  # complete prompts instead of the loaded base
+    overwrite: bool = False  # replaces another result, and another run's state
+
+    def key(self) -> OutputKey:
+        """What determines the output folder; raises `EdgeLLMError` for a missing base."""
+        settings = _facts(self)
+        for name in ("base_model_dir", "data", "init_from"):
+            del settings[name]
+        inputs = {"--base_model_dir": find_path(self.base_model_dir), "--init_from": self.init_from}
+        inputs |= {f"--data {number}": path for number, path in enumerate(self.data, 1)}
+        return OutputKey(command="edgellm-train-draft", settings=settings, inputs=inputs)
 
 
 def run(job: Job) -> None:
@@ -80,7 +95,7 @@ def run(job: Job) -> None:
         EdgeLLMError: data, base or folders are invalid.
     """
     device = choose_device(job.device)
-    _check_output(job.output_dir)
+    require_own(job.output_dir)
     _check_owner(job)
     base = load_base(job.base_model_dir, device)
     taps = _taps(job, base.config.num_hidden_layers) if job.method in _TAPPED else ()
@@ -123,7 +138,8 @@ def _complete_and_train(
     with temporary_folder(job.output_dir) as folder:
         learner.write(folder, training)
         written = {path.name for path in folder.iterdir()}
-        move_files(folder, job.output_dir, sorted(written), {*FILES})
+        old = own_files(job.output_dir)
+        move_files(folder, job.output_dir, sorted(written), old, job.key().facts())
     size = _count(learner.module) / 1e6
     _log(f"{job.output_dir}: {job.method} draft of {size:.1f} M parameters, {_show(estimate)}")
 
@@ -158,33 +174,20 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
     )
 
 
-def _check_output(output: Path) -> None:
-    """Raise `EdgeLLMError` if the folder has files that this tool did not write."""
-    if output.exists() and not output.is_dir():
-        raise EdgeLLMError(f"{output} is a file", hint="give another --output_dir")
-    taken = [name for name in FILES if (output / name).exists()]
-    if taken and not _is_ours(output / TRAINING):
-        raise EdgeLLMError(
-            f"{output} already holds {taken[0]}, which this command did not write",
-            hint="give another --output_dir",
-        )
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return "acceptance_length_estimate" in parse(path.read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
-
-
 def _check_owner(job: Job) -> None:
-    """Raise `EdgeLLMError` if the work folder belongs to another run."""
+    """Reject the work folder of another run, or discard that run with `overwrite`."""
     path = job.work_dir / "job.json"
-    if path.exists() and path.read_text("utf-8") != _facts_text(job):
+    if not path.exists() or path.read_text("utf-8") == _facts_text(job):
+        return
+    if not job.overwrite:
         raise EdgeLLMError(
             f"{job.work_dir} holds a run with other settings",
-            hint="give its settings to resume, or another --work_dir",
+            hint="give its settings to resume, another --work_dir, or --overwrite to discard it",
         )
+    busy = f"another edgellm-train-draft uses {job.work_dir}"
+    with hold(job.work_dir / "lock", busy, "wait for it, or give another --work_dir"):
+        for name in _STATE_FILES:
+            (job.work_dir / name).unlink(missing_ok=True)
 
 
 def _claim(job: Job) -> None:
@@ -209,7 +212,7 @@ def _facts_text(job: Job) -> str:
 def _facts(job: Job) -> dict[str, Any]:
     """Return the settings that determine the resulting draft."""
     facts = dataclasses.asdict(job)
-    for name in ("output_dir", "work_dir", "device", "save_every", "cache_features", "servers"):
+    for name in _RUN_ONLY:
         del facts[name]
     return json.loads(json.dumps(facts, default=str))
 

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edgellm.core.commands.output_folder import require_own
 from edgellm.core.file_lock import hold
-from edgellm.quantize.job import Job
-from edgellm.quantize.pipeline.checkpoint_writer import PAGE, SIDE_FILE, check_output, publish
+from edgellm.quantize.job import SEARCH_OPTIONS, Job
+from edgellm.quantize.pipeline.checkpoint_writer import SIDE_FILE, publish
 from edgellm.quantize.pipeline.run import Progress, check_divergence, run_job
-from edgellm.quantize.report.html_report import check_page, render, write_page
+from edgellm.quantize.report.html_report import PAGE, check_page, render, write_page
 from edgellm.quantize.report.report import Report, Tried, read_report
 from edgellm.quantize.work_folder import LOCK, WorkFolder
 
@@ -67,7 +68,7 @@ class Trials:
         side |= {key: own[key] for key in ("tried", *more)}
         (folder / SIDE_FILE).write_text(json.dumps(side, indent=2) + "\n")
         (folder / PAGE).write_text(render(report), "utf-8")
-        publish(folder, self.job.output_dir)
+        publish(folder, self.job.output_dir, self.job.key().facts())
         self.work.remove()
         return report
 
@@ -79,13 +80,14 @@ def trials(job: Job) -> Iterator[Trials]:
     Raises:
         EdgeLLMError: the output folder has other contents, or another process runs.
     """
-    check_output(job.output_dir)
+    require_own(job.output_dir)
     check_page(job)
     work = WorkFolder(job.work_dir)
     facts = asdict(job)
-    for name in ("max_kl", "report"):
+    for name in ("max_kl", "report", *SEARCH_OPTIONS):
         del facts[name]
-    work.claim(json.loads(json.dumps({"contest": facts}, default=str)))
+    settings = json.loads(json.dumps({"contest": facts}, default=str))
+    work.claim(settings, overwrite=job.overwrite)
     busy = f"another edgellm-quantize works in {work.path}"
     with hold(work.path / LOCK, busy, "wait for it, or give another --output_dir"):
         try:

@@ -80,7 +80,7 @@ def test_export_draft_writes_a_bundle(export, draft, tmp_path):
     assert set(manifest.files) == names
     # A draft without a fuse graph over the former one leaves nothing of it.
     eagle1 = make_draft(tmp_path / "eagle1", EAGLE1)
-    assert export(eagle1).returncode == 0
+    assert export(eagle1, "--overwrite").returncode == 0
     manifest = load_bundle(tmp_path / "out", DRAFT_BUNDLE)
     assert set(manifest.files) == {"model.onnx", "model.weights"}
     assert not (tmp_path / "out" / "fuse.onnx").exists()
@@ -103,7 +103,8 @@ def test_invalid_flags_and_foreign_files_are_rejected(export, draft, tmp_path):
     assert_one_line_error(export(draft, "--dtype", "fp8"), "fp16 or fp32")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "fuse.onnx").write_text("mine")
-    assert_one_line_error(export(draft), "is not part of an earlier draft_bundle")
+    refused = export(draft, "--overwrite")
+    assert_one_line_error(refused, "was not made by edgellm: it has fuse.onnx")
     assert (tmp_path / "out" / "fuse.onnx").read_text() == "mine"
 
 
@@ -129,24 +130,28 @@ def test_torch_files_are_exported(export, tmp_path):
     folder = make_draft(tmp_path / "bin", Layout(SAFEAILAB.config, file="pytorch_model.bin"))
     path = folder / "pytorch_model.bin"
     tensors = torch.load(path)
-    assert export(folder).returncode == 0
+    assert export(folder, "--overwrite").returncode == 0
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
-    assert export(folder).returncode == 0
+    assert export(folder, "--overwrite").returncode == 0
     path.rename(folder / "part.bin")
     index = {"weight_map": dict.fromkeys(tensors, "part.bin")}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert export(folder).returncode == 0
+    assert export(folder, "--overwrite").returncode == 0
     (folder / "part.bin").unlink()
-    assert_one_line_error(export(folder), "part.bin is missing")
+    assert_one_line_error(export(folder, "--overwrite"), "part.bin is missing")
     (folder / "part.bin").write_bytes(b"version https://git-lfs")
-    assert_one_line_error(export(folder), "not a file of tensors that torch can read")
+    assert_one_line_error(
+        export(folder, "--overwrite"), "not a file of tensors that torch can read"
+    )
     torch.save({"fc.weight": _Attack()}, folder / "part.bin")
-    assert_one_line_error(export(folder), "not a file of tensors that torch can read")
+    assert_one_line_error(
+        export(folder, "--overwrite"), "not a file of tensors that torch can read"
+    )
     assert not Path("/tmp/edgellm_was_here").exists()
     torch.save({"state_dict": tensors}, folder / "part.bin")
-    assert_one_line_error(export(folder), "holds more than named tensors")
+    assert_one_line_error(export(folder, "--overwrite"), "holds more than named tensors")
     torch.save({"fc.weight": torch.zeros(2, dtype=torch.complex64)}, folder / "part.bin")
-    assert_one_line_error(export(folder), "fc.weight has type torch.complex64")
+    assert_one_line_error(export(folder, "--overwrite"), "fc.weight has type torch.complex64")
 
 
 def test_torch_files_without_torch_are_rejected(export, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_checkpoint
+from conftest import assert_one_line_error, make_checkpoint
 from draft_layouts import BASE, LAYOUTS
 from eagle_reference import make_draft
 from safetensors.torch import load_file
@@ -100,6 +100,11 @@ def test_export_checkpoint_prints_the_command_of_the_engine(tmp_path, bases, com
     arguments = ["--draft_model_dir", draft, "--base_model_dir", base, "--output_dir"]
     said = command("edgellm-export", "checkpoint", *arguments, tmp_path / "out", "--for", "vllm")
     assert "vllm serve" in said.stdout
-    for engine, output, message in (("vllm", "out", "is there already"), ("tgi", "o", "no such")):
-        with pytest.raises(EdgeLLMError, match=message):
-            hand_over(open_draft(str(draft)), str(base), engine, tmp_path / output)
+    again = command("edgellm-export", "checkpoint", *arguments, tmp_path / "out", "--for", "vllm")
+    assert "finished already" in again.stdout
+    assert again.stdout.splitlines()[1:] == said.stdout.splitlines()[1:]
+    other = ("--for", "sglang")
+    refused = command("edgellm-export", "checkpoint", *arguments, tmp_path / "out", *other)
+    assert_one_line_error(refused, "it has for vllm, not sglang", "--overwrite")
+    with pytest.raises(EdgeLLMError, match="no such"):
+        hand_over(open_draft(str(draft)), str(base), "tgi", tmp_path / "o")

@@ -150,6 +150,22 @@ def test_resuming_with_other_options_is_rejected(evaluation):
         assert_one_line_error(result, f"was started with other {named}", "another --outputDir")
         assert result.returncode == 2
         assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    again = run(command)
+    assert "finished already" in again.stdout
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / "notes.txt").write_text("mine")
+    assert run(command, "--maxGenerateLength", "13", "--overwrite").returncode == 0
+    assert json.loads((out / "run.json").read_text())["max_generate_length"] == 13
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_foreign_folder_is_refused(evaluation):
+    command, out = evaluation
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for flags in ((), ("--overwrite",)):
+        assert_one_line_error(run(command, *flags), "holds no evaluation: it has notes.txt")
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
 
 def test_a_locked_run_is_rejected(evaluation):
