@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from edgellm.build.plan import FLAG, Compiled, Estimate, Options, Origin, Plan, Report
+from edgellm.build.plan import FLAG, Compiled, Estimate, Options, Origin, Plan
+from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle, library_of
 from edgellm.device_runtime import runners

@@ -40,9 +40,10 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, Overwrite, run_command
+from edgellm.core.commands.launch import NOTHING_HALF_WRITTEN
 from edgellm.core.commands.output_folder import finished_line, is_finished
+from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import PASS, measured_name
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
@@ -225,6 +226,7 @@ def _run(
     if is_finished(target, key, overwrite=overwrite):
         typer.echo(finished_line(target))
         return
+    app.kept = NOTHING_HALF_WRITTEN
     with shown() as report:
         built = build_engine(product, onnx_dir, engine_dir, plan, backend, report, key.facts())
     _show(built, engine_dir, time.perf_counter() - start)

@@ -18,12 +18,12 @@ from edgellm.build.artifact_kinds import (
     remembered,
     require_base,
 )
-from edgellm.build.plan import Compiled, Origin, Plan, Report
-from edgellm.build.progress import part_of
+from edgellm.build.plan import Compiled, Origin, Plan
 from edgellm.build.resource_estimate import predict, require_fit
 from edgellm.core.artifact import check_output, hash_file, publish, temporary_folder, verify_files
 from edgellm.core.checksums import remember
 from edgellm.core.commands.output_folder import OutputKey
+from edgellm.core.commands.progress import Report, part_of
 from edgellm.core.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners.pass_timing import estimated_sizes

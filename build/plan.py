@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,6 +125,3 @@ class Compiled:
     checks: tuple[str, ...] = ()  # results of the comparison with the bundle's graphs
     check_s: float = 0.0  # duration of the comparison
     pages: PageSpec | None = None  # of the cache
-
-
-Report = Callable[[str], None]  # called with the current step

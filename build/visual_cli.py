@@ -29,9 +29,10 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, Overwrite, run_command
+from edgellm.core.commands.launch import NOTHING_HALF_WRITTEN
 from edgellm.core.commands.output_folder import finished_line, is_finished
+from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError
 
 app = App(CAMEL_CASE)
@@ -126,6 +127,7 @@ def visual_build(
     if is_finished(engine_dir, key, overwrite=overwrite):
         typer.echo(finished_line(engine_dir))
         return
+    app.kept = NOTHING_HALF_WRITTEN
     with shown() as report:
         built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report, key.facts())
     seconds = time.perf_counter() - start

@@ -38,7 +38,7 @@ from edgellm.core.strict_json import parse
 
 # What made an output folder, see `edgellm.core.commands.output_folder`; hidden, and no artifact's
 # file, so that it is neither hashed nor transferred.
-RECORD_NAME = ".made_by.json"
+MADE_BY_NAME = ".made_by.json"
 COMMAND, SETTINGS, INPUTS = "command", "settings", "inputs"
 _SIZES, _DONE = "files", "finished"
 
@@ -178,12 +178,12 @@ def move_files(
         if facts:
             _write_record(output, facts, dict.fromkeys(old, 0) | sizes, is_finished=False)
         else:
-            (output / RECORD_NAME).unlink(missing_ok=True)
+            (output / MADE_BY_NAME).unlink(missing_ok=True)
         for name in names:
             target = output / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).replace(target)
-        for name in old - {*names, RECORD_NAME}:
+        for name in old - {*names, MADE_BY_NAME}:
             (output / name).unlink(missing_ok=True)
         if facts:
             _write_record(output, facts, sizes, is_finished=True)
@@ -193,13 +193,13 @@ def _write_record(
     output: Path, facts: dict[str, Any], sizes: dict[str, int], *, is_finished: bool
 ) -> None:
     record = {**facts, _DONE: is_finished, _SIZES: sizes}
-    replace_file(output / RECORD_NAME, json.dumps(record, indent=2) + "\n")
+    replace_file(output / MADE_BY_NAME, json.dumps(record, indent=2) + "\n")
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """What made the folder, as `move_files` recorded it; {} without a valid record."""
     try:
-        record = parse((folder / RECORD_NAME).read_text("utf-8"))
+        record = parse((folder / MADE_BY_NAME).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     parts = (SETTINGS, INPUTS, _SIZES)
@@ -219,7 +219,7 @@ def is_complete(folder: Path) -> bool:
 def own_files(folder: Path) -> set[str]:
     """Files in the folder that edgellm wrote, by its records; empty for a foreign folder."""
     recorded = read_record(folder).get(_SIZES, {})
-    own = {RECORD_NAME, *recorded} if recorded else set()
+    own = {MADE_BY_NAME, *recorded} if recorded else set()
     kind = artifact_kind(folder)
     own |= _listed_files(folder, kind) if kind else set()
     return {name for name in own if not {"..", "/"} & {*Path(name).parts}}

@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
-from edgellm.core.commands.launch import INTERRUPTED, INTERRUPTED_CODE
+from edgellm.core.commands.launch import INTERRUPTED_CODE, NOTHING_HALF_WRITTEN
 from edgellm.core.errors import EdgeLLMError
 
 # Accepted spellings of flags: --engine-dir is --engineDir, --model-dir is --model_dir.
@@ -126,11 +127,21 @@ class App(typer.Typer):
             context_settings=flag_case,
         )
         self._shows_tracebacks = False
+        self._kept = ""
 
     @property
     def shows_tracebacks(self) -> bool:
         """Whether `--debug` was given, to this command or a subcommand."""
         return self._shows_tracebacks or any(app.shows_tracebacks for app in self.imported)
+
+    @property
+    def kept(self) -> str:
+        """What an interrupted command keeps; "": nothing, it cannot go on."""
+        return self._kept or next((app.kept for app in self.imported if app.kept), "")
+
+    @kept.setter
+    def kept(self, what: str) -> None:
+        self._kept = what
 
     def command(
         self,
@@ -307,10 +318,18 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
     except BaseException as error:  # only at the top level of a command
         # Extension modules turn an interrupt during their import into an ImportError.
         if interrupts or isinstance(error, KeyboardInterrupt):
-            _fail(INTERRUPTED, "", INTERRUPTED_CODE)
+            kept = app.kept or NOTHING_HALF_WRITTEN
+            _fail(f"interrupted; {kept}", _same_command() if app.kept else "", INTERRUPTED_CODE)
         if isinstance(error, SystemExit) or app.shows_tracebacks:
             raise
         _fail(*_explain(error))
+
+
+def _same_command() -> str:
+    module = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    name = os.path.basename(sys.argv[0])
+    words = ["python", "-m", module.parent] if module is not None else [name]
+    return f"the same command goes on: {shlex.join([*words, *sys.argv[1:]])}"
 
 
 class _Stderr(io.FileIO):

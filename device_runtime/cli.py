@@ -305,21 +305,26 @@ def _print_failure(index: int, error: dict[str, str]) -> None:
 
 
 def _progress(total: int, done: int, *, hidden: bool) -> Any:
-    """A progress bar; silent if stderr is not a terminal, or the text streams."""
+    """Show the share of requests on a terminal, unless the text streams; counts one."""
     import contextlib
 
     if hidden or not sys.stderr.isatty():
         return contextlib.nullcontext(lambda: None)
-    from rich.console import Console
-    from rich.progress import Progress
+    from edgellm.core.commands.progress import share_of, shown
 
     @contextlib.contextmanager
-    def shown() -> Any:
-        with Progress(console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("requests", total=total, completed=done)
-            yield lambda: bar.advance(task)
+    def counted() -> Any:
+        finished = done
+        with shown() as report:
 
-    return shown()
+            def advance() -> None:
+                nonlocal finished
+                finished += 1
+                report(share_of("requests", finished, total))
+
+            yield advance
+
+    return counted()
 
 
 def _summarize(

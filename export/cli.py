@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, Overwrite, numbers, run_command
+from edgellm.core.cli import NOTHING_HALF_WRITTEN, SNAKE_CASE, App, Overwrite, numbers, run_command
 from edgellm.core.commands.output_folder import OutputKey, finished_line, is_finished
+from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, load_bundle
 from edgellm.core.model_spec import DraftSpec
@@ -206,7 +208,6 @@ def llm(
     """Export a language model."""
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.progress import byte_progress
     from edgellm.export.pipeline.resolve import open_checkpoint
 
     _expect_dtype(dtype)
@@ -238,7 +239,7 @@ def llm(
         _compare(checkpoint, verdict, output_dir, load_bundle(output_dir, LLM_BUNDLE))
     else:
         check = partial(_compare, checkpoint, verdict) if verify else None
-        with byte_progress("exporting") as progress:
+        with _writing() as progress:
             facts = key.facts()
             manifest = export_llm(checkpoint, output_dir, options, progress, check, facts)
         _print_export(output_dir, manifest, dtype, start)
@@ -287,7 +288,6 @@ def draft(
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
-    from edgellm.export.pipeline.progress import byte_progress
     from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
     _expect_dtype(dtype)
@@ -299,7 +299,7 @@ def draft(
         return
     checkpoint = open_draft(draft_model_dir)
     base = open_checkpoint(base_model_dir, tokenizer=False)
-    with byte_progress("exporting") as progress:
+    with _writing() as progress:
         manifest = export_draft(checkpoint, base, output_dir, options, progress, key.facts())
     spec = manifest.draft
     typer.echo(
@@ -341,6 +341,7 @@ def checkpoint(
         command = command_line(engine, base_model_dir, output_dir)
         typer.echo(f"{finished_line(output_dir)}\n{command}")
         return
+    app.kept = NOTHING_HALF_WRITTEN
     command = hand_over(
         open_draft(draft_model_dir), base_model_dir, engine, output_dir, ignored, key.facts()
     )
@@ -363,7 +364,6 @@ def visual(
     overwrite: Overwrite = False,
 ) -> None:
     """Export the visual encoder of a vision-language model."""
-    from edgellm.export.pipeline.progress import byte_progress
     from edgellm.export.pipeline.resolve import open_checkpoint
     from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
@@ -377,13 +377,22 @@ def visual(
         typer.echo(finished_line(output_dir))
         return
     checkpoint = open_checkpoint(model_dir, tokenizer=False)
-    with byte_progress("exporting") as progress:
+    with _writing() as progress:
         manifest = export_visual(checkpoint, output_dir, options, progress, key.facts())
     spec = manifest.vision
     typer.echo(
         f"{output_dir}: visual encoder of {spec.model_type}, "
         f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {_cost(manifest, start)}"
     )
+
+
+@contextlib.contextmanager
+def _writing() -> Iterator[Callable[[int, int], None]]:
+    """Show the bytes that were written of all."""
+    app.kept = NOTHING_HALF_WRITTEN
+    with shown() as report:
+        report("building the graph")
+        yield lambda done, total: report(share_of("writing weights", done, total))
 
 
 def _key(subcommand: str, options: Any, **inputs: str | None) -> OutputKey:

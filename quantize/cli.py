@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +11,7 @@ import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, Overwrite, run_command
 from edgellm.core.commands.output_folder import finished_line, is_finished
+from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import EdgeLLMError
 from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_of_head, rounds_as
 
@@ -444,6 +444,7 @@ def _run(job: Job) -> None:
     from edgellm.quantize.pipeline.search.float_layers import search_float_layers
     from edgellm.quantize.pipeline.summary import print_summary
 
+    app.kept = f"finished layers are kept in {job.work_dir}"
     with _progress() as progress:
         if job.algo == "auto":
             report = search_algorithms(job, job.time_budget, progress)
@@ -470,30 +471,11 @@ def _split(names: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Progress on stderr: a bar on a terminal, lines elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda what, done, total: print(f"{what} ({done}/{total})", file=sys.stderr)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-    # The current stderr: ModelOpt's prints are redirected while the bar runs.
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("quantizing", total=None)
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield show
+    """Show finished parts of all."""
+    with shown() as report:
+        yield lambda what, done, total: report(
+            share_of("quantizing", done, total, f"{what} ({done}/{total})")
+        )
 
 
 def _require_host() -> None:

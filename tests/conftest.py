@@ -9,6 +9,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -355,8 +356,10 @@ def assert_one_line_error(result: subprocess.CompletedProcess, *fragments: str) 
 def interrupt(command: list[object], folder: Path, appears: str) -> tuple[int, list[str]]:
     """Run a command, press Ctrl-C as soon as `appears` matches in `folder`.
 
+    The last line must be the same command, by which it goes on.
+
     Returns:
-        The exit code and the lines of stderr.
+        The exit code and the other lines of stderr.
     """
     script = Path(sys.executable).parent / str(command[0])
     arguments = [str(argument) for argument in command[1:]]
@@ -368,7 +371,9 @@ def interrupt(command: list[object], folder: Path, appears: str) -> tuple[int, l
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=60)
-    return process.returncode, printed.splitlines()
+    *lines, last = printed.splitlines()
+    assert last == f"hint: the same command goes on: {shlex.join([script.name, *arguments])}"
+    return process.returncode, lines
 
 
 INTERRUPTED = (130, ["error: interrupted; nothing half-written was left"])

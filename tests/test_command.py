@@ -124,6 +124,7 @@ def test_an_interrupt_of_a_finalizer_is_not_lost():
         "        print('finalizes', flush=True); time.sleep(0.3)\n"
         "def work():\n"
         "    part = Part(); del part; time.sleep(60)\n"
+        "work.kept = ''\n"
         "run_command(work)\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from edgellm.build.onnxruntime_cpu.options import CpuOptions as Options
 from edgellm.build.onnxruntime_cpu.options import kernels_of
-from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
+from edgellm.build.plan import Compiled, Estimate, Origin, Plan
 from edgellm.build.plan import Options as AnyOptions
+from edgellm.core.commands.progress import Report
 from edgellm.core.manifest import Bundle
 from edgellm.device_runtime.runners import onnxruntime_cpu
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM

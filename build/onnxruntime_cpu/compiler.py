@@ -28,12 +28,12 @@ from edgellm.build.onnxruntime_cpu.memory_estimate import estimate_graphs
 from edgellm.build.onnxruntime_cpu.optimize import optimize
 from edgellm.build.onnxruntime_cpu.options import kernels_of, notes_of
 from edgellm.build.pass_timing import measure
-from edgellm.build.plan import Compiled, Estimate, Plan, Report
-from edgellm.build.progress import part_of
+from edgellm.build.plan import Compiled, Estimate, Plan
 from edgellm.build.verify.check import Verdict, require_alike, run_passes
 from edgellm.build.verify.reference import Numbers, Source, make_reference
 from edgellm.build.verify.rounding_simulation import Rounds
 from edgellm.core import graph_io
+from edgellm.core.commands.progress import Report, part_of
 from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from edgellm.build import plan as plans
 from edgellm.build.onnxruntime_cuda.options import CudaOptions as Options
-from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
+from edgellm.build.plan import Compiled, Estimate, Origin, Plan
+from edgellm.core.commands.progress import Report
 from edgellm.core.manifest import Bundle
 from edgellm.device_runtime.runners import onnxruntime_cuda
 

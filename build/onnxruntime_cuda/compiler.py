@@ -29,10 +29,11 @@ from edgellm.build.onnxruntime_cuda.linears import CudaKernel, dense_name, takes
 from edgellm.build.onnxruntime_cuda.lower import GraphTraits, lower_for_cuda
 from edgellm.build.onnxruntime_cuda.plain_attention import rows_graph
 from edgellm.build.pass_timing import measure
-from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, Report, max_rows
+from edgellm.build.plan import RUNTIME_BYTES, Compiled, Estimate, Plan, max_rows
 from edgellm.build.verify.check import Verdict, require_alike
 from edgellm.build.verify.reference import Source, make_reference
 from edgellm.build.verify.rounding_simulation import Rounds
+from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype

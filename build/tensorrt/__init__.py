@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from edgellm.build import plan as plans
-from edgellm.build.plan import Compiled, Estimate, Origin, Plan, Report
+from edgellm.build.plan import Compiled, Estimate, Origin, Plan
 from edgellm.build.tensorrt.options import TENSORRT, options_of
 from edgellm.build.tensorrt.options import TensorRtOptions as Options
 from edgellm.build.tensorrt.target import find_target
+from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle
 

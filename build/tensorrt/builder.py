@@ -14,7 +14,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.build.plan import Report
 from edgellm.build.tensorrt.build_monitor import EngineFile, progress_monitor
 from edgellm.build.tensorrt.engine_layers import inspect_engine
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
@@ -25,6 +24,7 @@ from edgellm.build.tensorrt.plugins import register
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.build.tensorrt.target import Target
 from edgellm.core.artifact import defer_interrupt
+from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library import python_plugins
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND, NODES

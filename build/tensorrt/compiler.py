@@ -12,7 +12,7 @@ from edgellm.build.lowering.experts import refuse_experts
 from edgellm.build.lowering.linears.weights import weight_kinds
 from edgellm.build.lowering.lora import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.plan import Compiled, Estimate, Plan, Report
+from edgellm.build.plan import Compiled, Estimate, Plan
 from edgellm.build.tensorrt.builder import Built, build
 from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.lowering.cache_plan import CachePlan, plan_cache
@@ -30,6 +30,7 @@ from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
 from edgellm.build.tensorrt.target import find_target
+from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_io import (
     past_name,

@@ -1,1 +1,1 @@
-"""What all commands share: entry points, reuse and replacement of outputs."""
+"""What all commands share: entry points, output folders that are reused or refused, progress."""

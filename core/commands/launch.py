@@ -24,7 +24,7 @@ MODULES = {
     "edgellm-eval": "edgellm.tools.evaluate.cli",
     "edgellm-train-draft": "edgellm.tools.train_draft.cli",
 }
-INTERRUPTED, INTERRUPTED_CODE = "interrupted; nothing half-written was left", 130
+NOTHING_HALF_WRITTEN, INTERRUPTED_CODE = "nothing half-written was left", 130
 
 
 def __getattr__(name: str) -> Callable[[], None]:
@@ -45,6 +45,6 @@ def run(module: str) -> None:
 def _end(*_: object) -> None:
     """End the process at once: nothing was begun, and libraries turn exceptions into others."""
     try:
-        os.write(2, f"error: {INTERRUPTED}\n".encode())
+        os.write(2, f"error: interrupted; {NOTHING_HALF_WRITTEN}\n".encode())
     finally:
         os._exit(INTERRUPTED_CODE)

@@ -1,7 +1,8 @@
 """Output folders of commands: finished ones are reused, others are replaced only on request.
 
-A finished folder has a record of its command, settings and inputs (`RECORD_NAME`). The same command
-finds it and returns at once. Other contents need `--overwrite`. Foreign files are never replaced.
+A finished folder has a record of its command, settings and inputs (`MADE_BY_NAME`). The same
+command finds it and returns at once. Other contents need `--overwrite`. Foreign files are never
+replaced.
 """
 
 from __future__ import annotations

@@ -10,39 +10,6 @@ import pytest
 from edgellm.build.cli import llm_build
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.build.progress import EVERY_S, Lines, part_of
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def test_progress_is_printed_as_lines_without_a_terminal():
-    """A phase is printed at once, then its newest step every few seconds."""
-    clock, written = Clock(), []
-    lines = Lines(written.append, clock)
-    lines.tick()
-    notify = part_of(lines.report, "packing", 200)
-    for step in range(1, 121):
-        clock.now_s = 100 + step / 10
-        notify(step)
-        lines.tick()
-    lines.report("timing")
-    clock.now_s += EVERY_S / 2
-    lines.tick()
-    assert written == ["packing: 0%", "packing: 26% (5 s)", "packing: 50% (10 s)", "timing"]
-
-
-def test_progress_beyond_the_expected_total_is_100_percent():
-    written = []
-    notify = part_of(written.append, "packing", 10)
-    for done in (0, 5, 11):
-        notify(done)
-    part_of(written.append, "hashing", 0)(0)
-    assert written == ["packing: 0%", "packing: 50%", "packing: 100%", "hashing: 0%"]
 
 
 @pytest.mark.parametrize("quantize", ["auto", "int4"])

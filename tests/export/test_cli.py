@@ -256,7 +256,8 @@ def test_ctrl_c_leaves_nothing_half_written(command, tiny_checkpoint, tmp_path):
     large = _sparse_checkpoint(tmp_path / "large")
     export = ["edgellm-export", "llm", "--model_dir", large, "--output_dir", work / "out"]
     export += ["--overwrite"]
-    assert interrupt(export, work, ".out.partial-*/files/model.weights") == INTERRUPTED
+    code, said = interrupt(export, work, ".out.partial-*/files/model.weights")
+    assert (code, said[-1:]) == INTERRUPTED
     assert [path.name for path in work.iterdir()] == ["out"]
     assert load_bundle(work / "out", LLM_BUNDLE) == before
     verify_files(work / "out", before.files)

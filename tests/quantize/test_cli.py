@@ -14,11 +14,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import INTERRUPTED, assert_one_line_error, interrupt
+from conftest import assert_one_line_error, interrupt
 from quantize_cases import load, make_job, make_model, write_text
 from safetensors.numpy import save_file
 
-from edgellm.core.artifact import RECORD_NAME
+from edgellm.core.artifact import MADE_BY_NAME
 from edgellm.core.commands.output_folder import require_own
 from edgellm.core.errors import (
     BrokenArtifactError,
@@ -74,7 +74,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in folder.iterdir()
-        if not path.name.startswith("edgellm_quant") and path.name != RECORD_NAME
+        if not path.name.startswith("edgellm_quant") and path.name != MADE_BY_NAME
     }
 
 
@@ -103,7 +103,8 @@ def test_a_run_resumes_after_ctrl_c(command_here, place, tmp_path, monkeypatch):
         "--held_out", 2, "--quantization", "nvfp4", "--device", "cpu",
     ]  # fmt: skip
     result = interrupt(first, tmp_path, "out.quantizing/layer.00001.json")
-    assert (result[0], result[1][-1:]) == INTERRUPTED
+    kept = f"error: interrupted; finished layers are kept in {tmp_path / 'out.quantizing'}"
+    assert (result[0], result[1][-1:]) == (130, [kept])
     assert not (tmp_path / "out").exists()
     done = len(list((tmp_path / "out.quantizing").glob("layer.*.json")))
     assert 2 <= done < 8
@@ -179,7 +180,7 @@ def test_a_run_killed_while_its_files_move_can_be_repeated(tmp_path, monkeypatch
         "model.safetensors",
         "tokenizer.json",
         folder_module.SIDE_FILE,
-        RECORD_NAME,
+        MADE_BY_NAME,
     }
     assert json.loads((output / folder_module.SIDE_FILE).read_text())["of"] == f"second{attempt}"
 

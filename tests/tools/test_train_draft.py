@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from conftest import assert_one_line_error, make_checkpoint
 from draft_runs import DraftRun, K
 from safetensors.torch import load_file
 
-from edgellm.core.artifact import RECORD_NAME
+from edgellm.core.artifact import MADE_BY_NAME
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.export import models
@@ -131,7 +132,7 @@ def test_the_command_trains_a_draft_that_loads(job):
         "model.safetensors",
         "config.json",
         "training.json",
-        RECORD_NAME,
+        MADE_BY_NAME,
     }
     _network(job.output_dir)
     written = _files(job.output_dir)
@@ -229,7 +230,9 @@ def test_ctrl_c_prints_one_line_and_keeps_the_state(job):
     process.send_signal(signal.SIGINT)
     _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert printed.splitlines()[-1] == "error: interrupted; nothing half-written was left"
+    kept = f"error: interrupted; prompts and the last saved step are kept in {job.work_dir}"
+    again = shlex.join(["python", "-m", "edgellm.tools.train_draft", *arguments])
+    assert printed.splitlines()[-2:] == [kept, f"hint: the same command goes on: {again}"]
     assert "Traceback" not in printed
     assert not job.output_dir.exists()
     base = run_module.load_base(job.base_model_dir, torch.device("cpu"))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.build.progress import shown
 from edgellm.core.cli import CAMEL_CASE, App, numbers, run_command
+from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import BenchFlags, with_bench_flags

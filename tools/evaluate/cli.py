@@ -72,6 +72,7 @@ def evaluate(
         servers=servers,
         overwrite=flags.overwrite,
     )
+    app.kept = f"finished answers are kept in {job.output_dir}"
     evaluate(job)
 
 

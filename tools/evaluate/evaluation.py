@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ import msgspec
 
 from edgellm.core.artifact import hash_engines, replace_file
 from edgellm.core.commands.output_folder import finished_line
+from edgellm.core.commands.progress import share_of
+from edgellm.core.commands.progress import shown as show_progress
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -157,13 +158,13 @@ def settings_of(job: Job, questions: Sequence[Question]) -> Settings:
 
 @contextlib.contextmanager
 def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar of the answers if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
+    """Show the share of the answers; the callback counts one."""
+    with show_progress() as report:
+        report(share_of("answering", done, total))
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("answers", total=total, completed=done)
-        yield lambda: bar.advance(task)
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            report(share_of("answering", done, total))
+
+        yield advance

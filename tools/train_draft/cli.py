@@ -420,6 +420,7 @@ def train_draft(
     if is_finished(job.output_dir, job.key(), overwrite=job.overwrite):
         typer.echo(finished_line(job.output_dir))
         return
+    app.kept = f"prompts and the last saved step are kept in {job.work_dir}"
     run(job)
 
 

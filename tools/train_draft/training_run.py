@@ -16,6 +16,7 @@ from torch import nn
 
 from edgellm.core.artifact import move_files, own_files, temporary_folder
 from edgellm.core.commands.output_folder import OutputKey, require_own
+from edgellm.core.commands.progress import Report, share_of, shown
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
@@ -113,18 +114,24 @@ def run(job: Job) -> None:
     with (
         hold(job.work_dir / "lock", busy, "wait for it, or give another --work_dir"),
         explain_full_disk(job.work_dir, hint="free some space and run it again to resume"),
+        shown(lines=False) as progress,
     ):
-        _complete_and_train(job, base, learner, samples, prompts)
+        _complete_and_train(job, base, learner, samples, prompts, progress)
 
 
 def _complete_and_train(
-    job: Job, base: Base, learner: Learner, samples: list[Sample], prompts: list[Prompt]
+    job: Job,
+    base: Base,
+    learner: Learner,
+    samples: list[Sample],
+    prompts: list[Prompt],
+    progress: Report,
 ) -> None:
     """Complete prompts, train, and write the draft's folder."""
     if job.self_prompts:
-        prompts += _self_prompts(job, base)
+        prompts += _self_prompts(job, base, progress)
     if prompts:
-        samples += _completed(job, base, prompts)
+        samples += _completed(job, base, prompts, progress)
     samples = _shuffled(job, samples)
     if job.init_from is None:
         learner.start(samples)
@@ -133,7 +140,7 @@ def _complete_and_train(
     )
     if trainer.resume():
         _log(f"resuming at step {trainer.step}")
-    estimate = _train(job, trainer, samples)
+    estimate = _train(job, trainer, samples, progress)
     training = {"acceptance_length_estimate": estimate, **_facts(job)}
     with temporary_folder(job.output_dir) as folder:
         learner.write(folder, training)
@@ -242,15 +249,16 @@ def _check_sizes(job: Job, base: Base, conversations: int) -> None:
             raise LimitError(f"--{flag} {wanted} exceeds the base's {maximum} {what}")
 
 
-def _self_prompts(job: Job, base: Base) -> list[Prompt]:
+def _self_prompts(job: Job, base: Base, progress: Report) -> list[Prompt]:
     store = job.work_dir / "prompts.jsonl"
     for count in write_prompts(base, store, job.self_prompts, job.generation):
+        progress(share_of("writing prompts", count, job.self_prompts))
         _log(f"the base has written {count} of {job.self_prompts} prompts")
     _, prompts = read_conversations([store], base)
     return [prompt for prompt in prompts if len(prompt.ids) < job.recipe.max_tokens]
 
 
-def _completed(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
+def _completed(job: Job, base: Base, prompts: list[Prompt], progress: Report) -> list[Sample]:
     store = job.work_dir / "answers.jsonl"
     if job.servers is None:
         answering = answer_prompts(base, prompts, store, job.generation)
@@ -259,6 +267,7 @@ def _completed(job: Job, base: Base, prompts: list[Prompt]) -> list[Sample]:
             job.servers, prompts, base.stop_ids, store, job.generation
         )
     for count in answering:
+        progress(share_of("completing prompts", count, len(prompts)))
         _log(f"the base has answered {count} of {len(prompts)} prompts")
     wanted = set(prompts)
     image_id = base.pictures.token_id if base.pictures is not None else None
@@ -291,7 +300,7 @@ def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
     return [samples[index] for index in order]
 
 
-def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
+def _train(job: Job, trainer: Trainer, samples: list[Sample], show: Report) -> float:
     """Train to the end; return the last estimate on held-out text."""
     held_out, trained = samples[: job.held_out], samples[job.held_out :]
     cache = None
@@ -304,6 +313,8 @@ def _train(job: Job, trainer: Trainer, samples: list[Sample]) -> float:
 
     def report(progress: Progress) -> None:
         nonlocal estimate
+        part = f"step {progress.step} of {progress.steps}, loss {progress.loss:.3f}"
+        show(share_of("training", progress.step, progress.steps, part))
         if progress.acceptance_length is not None:
             estimate = progress.acceptance_length
             _log(

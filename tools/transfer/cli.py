@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer.flags import Bundle, CheckOnly, To
 
@@ -43,7 +44,9 @@ def transfer(bundle: Bundle, to: To, check_only: CheckOnly = False) -> None:
         if check_only:
             _report(listed, target, check(listed, target))
             return
-        delivery = deliver(listed, target)
+        app.kept = f"what arrived is kept in {target.stage} there"
+        with shown() as report:
+            delivery = deliver(listed, target, report)
     size = sum(listed.files[name].num_bytes for name in delivery.changed)
     typer.echo(
         f"{target}: {len(delivery.changed)} of {len(listed.files)} files new or changed "

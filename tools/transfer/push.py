@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from edgellm.core.commands.progress import Report
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -38,11 +39,12 @@ def check(listed: FileList, target: Target) -> tuple[str, ...]:
     return tuple(name for name in listed.files if name not in right)
 
 
-def deliver(listed: FileList, target: Target) -> Delivery:
+def deliver(listed: FileList, target: Target, report: Report = lambda _step: None) -> Delivery:
     """Copy the files of `listed` to the target; resumes after an interrupt.
 
     Files are sent to a stage next to the target's folder, verified there, then moved. Until then
-    the target keeps its earlier version. Other files in its folder stay.
+    the target keeps its earlier version. Other files in its folder stay. `report` is called with
+    each step.
 
     Raises:
         EdgeLLMError: the target cannot be reached or written, or holds other artifacts.
@@ -50,6 +52,7 @@ def deliver(listed: FileList, target: Target) -> Delivery:
         BrokenArtifactError: a file differs from its manifest, here or after the transfer.
     """
     require_tools(target)
+    report("comparing with the target")
     _require_commands(target, "sha256sum", *(["rsync"] if target.host else []))
     printed = run_script(target, scripts.prepare(target.folder, target.stage, listed.kinds))
     disk, *manifests = printed.split(f"\n{scripts.MANIFEST_MARK}\n")
@@ -63,7 +66,9 @@ def deliver(listed: FileList, target: Target) -> Delivery:
     _require_space(target, sum(listed.files[name].num_bytes for name in missing), disk)
     sent = Sent(0, 0)
     if missing:
-        sent = send(listed.folder, missing, target, has_others=not existing.isdisjoint(missing))
+        has_others = not existing.isdisjoint(missing)
+        sent = send(listed.folder, missing, target, has_others=has_others, report=report)
+    report("verifying the hashes on the target")
     _verify_stage(listed, target, missing)
     old_files = sorted(old - set(listed.files))
     run_script(target, scripts.publish(target.folder, target.stage, changed, old_files))

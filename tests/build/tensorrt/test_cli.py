@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tensorrt_bundles import Bundles
 from edgellm.build.plan import Plan
 from edgellm.build.resource_estimate import predict
 from edgellm.build.tensorrt import compiler, target
-from edgellm.core.artifact import verify_files
+from edgellm.core.artifact import MADE_BY_NAME, verify_files
 from edgellm.core.checksums import RECORD_NAME
 from edgellm.core.manifest import (
     DRAFT_ENGINE,
@@ -71,7 +72,7 @@ def test_llm_build_compiles_and_writes_a_layer_report(command, half_bundle, tmp_
     assert "TensorRT-RTX 1.7.1" in result.stdout
     assert "a pass takes" not in result.stdout  # nothing ran
     leftovers = {path.name for path in (tmp_path / "engine").iterdir()} - set(manifest.files)
-    assert leftovers == {"manifest.json", RECORD_NAME}
+    assert leftovers == {"manifest.json", RECORD_NAME, MADE_BY_NAME}
 
 
 def test_visual_build_compiles_an_encoder(command_here, tmp_path):
@@ -190,6 +191,8 @@ def test_a_full_disk_is_reported_in_one_line(command, half_bundle, tmp_path):
 
 def test_llm_build_compiles_medusa_heads(command_here, eagle_pairs, tmp_path):
     heads = eagle_pairs("medusa").draft_bundle
+    base = shutil.ignore_patterns("draft")
+    shutil.copytree(eagle_pairs("medusa").engine, tmp_path / "engine", ignore=base)
     result = _build(
         command_here, heads, tmp_path / "engine", *ADA, "--eagleDraft", "--profilingDetailed"
     )

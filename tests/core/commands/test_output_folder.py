@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.core.artifact import RECORD_NAME, move_files, own_files
+from edgellm.core.artifact import MADE_BY_NAME, move_files, own_files
 from edgellm.core.commands.output_folder import OutputKey, fingerprint, is_finished, require_own
 from edgellm.core.errors import EdgeLLMError
 
@@ -77,7 +77,7 @@ def test_another_result_is_replaced_on_request_only(model, tmp_path, changes, sa
     assert not is_finished(output, other, overwrite=True)
     _write(output, other, "b", "c")
     assert is_finished(output, other, overwrite=False)
-    assert {path.name for path in output.iterdir()} == {"b", "c", "notes", RECORD_NAME}
+    assert {path.name for path in output.iterdir()} == {"b", "c", "notes", MADE_BY_NAME}
     assert (output / "notes").read_text() == "mine"
 
 
@@ -110,7 +110,7 @@ def test_foreign_folders_and_inputs_are_refused(model, tmp_path, overwrite):
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis").write_text("years of work")
-    (output / RECORD_NAME).write_text('{"command": 1}')  # no record of ours
+    (output / MADE_BY_NAME).write_text('{"command": 1}')  # no record of ours
     with pytest.raises(EdgeLLMError, match="was not made by edgellm: it has thesis"):
         is_finished(output, _key(model), overwrite=overwrite)
     with pytest.raises(EdgeLLMError, match="is a file"):
@@ -135,10 +135,10 @@ def test_a_record_names_no_files_outside(model, tmp_path):
     output, outside = tmp_path / "out", tmp_path / "outside"
     outside.write_text("mine")
     _write(output, _key(model), "a")
-    record = (output / RECORD_NAME).read_text()
+    record = (output / MADE_BY_NAME).read_text()
     more = f'"../outside": 1, "{outside}": 1, "a":'
-    (output / RECORD_NAME).write_text(record.replace('"a":', more))
-    assert own_files(output) == {"a", RECORD_NAME}
+    (output / MADE_BY_NAME).write_text(record.replace('"a":', more))
+    assert own_files(output) == {"a", MADE_BY_NAME}
     _write(output, _key(model, dtype="fp32"), "c")
     assert outside.read_text() == "mine"
 
@@ -171,4 +171,4 @@ def test_a_kill_between_two_moves_leaves_an_unfinished_folder(
             assert not is_finished(output, _key(model), overwrite=False)
     assert last == (5 if replaces else 3)
     assert is_finished(output, _key(model), overwrite=False)
-    assert {path.name for path in output.iterdir()} == {"a", "b", RECORD_NAME}
+    assert {path.name for path in output.iterdir()} == {"a", "b", MADE_BY_NAME}

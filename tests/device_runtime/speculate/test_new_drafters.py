@@ -160,7 +160,7 @@ def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
     ):
         folders = ("--onnxDir", str(bundle), "--engineDir", str(engine))
         sizes = ("--maxInputLen", "64", "--maxKVCacheCapacity", "128", "--threads", "1")
-        app([*folders, *sizes, "--eagleDraft"], standalone_mode=False)
+        app([*folders, *sizes, "--eagleDraft", "--overwrite"], standalone_mode=False)
         built = capsys.readouterr().out
         assert "check: foresight passed: 3 tokens, relative error" in built
         assert "a glance takes, in ms by tokens: 1: " in built

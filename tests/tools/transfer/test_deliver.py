@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import INTERRUPTED, assert_one_line_error
+from conftest import assert_one_line_error
 from device_fakes import (
     ALL,
     CONTENTS,
@@ -170,7 +170,13 @@ def test_a_local_copy_resumes(bundle, tmp_path, monkeypatch):
 
 def test_an_interrupt_terminates_rsync(bundle, device, monkeypatch):
     monkeypatch.setenv("RSYNC_FAILS", "hang")
-    assert terminate_transfer(device, bundle, PLACE) == INTERRUPTED
+    code, said = terminate_transfer(device, bundle, PLACE)
+    kept, again = said[-2:]
+    assert (code, kept) == (
+        130,
+        "error: interrupted; what arrived is kept in models/.bundle.transfer there",
+    )
+    assert again.endswith(f"edgellm.tools.transfer {bundle} {PLACE}")
     assert device.rsync_calls()[-1] == "terminated"
     assert not (device.home / "models/bundle").exists()
     monkeypatch.delenv("RSYNC_FAILS")
