@@ -138,6 +138,7 @@ def _manifest(
         eos_token_ids=bundle.eos_token_ids,
         hidden_taps=bundle.hidden_taps,
         pooling=bundle.pooling,
+        generation_defaults=bundle.generation_defaults,
         prefill_rows=compiled.prefill_rows,
         cost_ms=compiled.cost_ms,
     )

@@ -121,6 +121,8 @@ class Bundle(_OfANetwork):
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
     pooling: str = ""  # "last" or "mean": pooling of the tap to an embedding; "": none
+    # Of options that a request does not give; from the model's generation_config.json
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     contract_version: int = CONTRACT_VERSION
 
@@ -144,6 +146,7 @@ class Engine(_OfANetwork):
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()
     pooling: str = ""  # see Bundle
+    generation_defaults: dict[str, Any] = field(default_factory=dict)  # see Bundle
     max_input_len: int = 0  # tokens of a prompt
     max_kv_cache_capacity: int = 0
     max_batch_size: int = 1  # sequences of a pass; the cache holds all tokens of as many

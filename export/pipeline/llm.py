@@ -24,6 +24,7 @@ from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.config.generation_defaults import generation_defaults
 from edgellm.export.config.hidden_taps import check_taps, default_taps
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.config import read_draft
@@ -83,6 +84,7 @@ def export_llm(
         contradiction = {}  # the quantization config is about the cache
     _check_tokens(checkpoint, config.vocab_size)
     eos_token_ids = _eos_token_ids(end_ids(checkpoint), config.vocab_size)
+    defaults = generation_defaults(checkpoint.generation_config)
     spec = _spec(checkpoint, tower, config, op)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
@@ -99,6 +101,7 @@ def export_llm(
             provenance=_provenance(checkpoint) | tap_source | contradiction,
             hidden_taps=taps,
             pooling=options.pooling,
+            generation_defaults=defaults,
             files=records,
         )
         if check is not None:

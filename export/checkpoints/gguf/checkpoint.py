@@ -35,6 +35,13 @@ _LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\
 _POOLINGS = {0: "", 1: "mean", 3: "last"}  # by llama.cpp's enum
 _REFUSED_POOLINGS = {2: "the first position", 4: "a classifier, which ranks"}
 _JOINED = ".ffn_gate_up_exps"
+_SAMPLING = {  # generation_config.json's names of `general.sampling.*`
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 _RATES, _UNSHIFTED_NORM = "ssm_a", "ssm_norm"  # -exp(A_log); the norm without a shift of 1
 # Of a layer of multi-token prediction.
 _PREDICTS = {
@@ -205,12 +212,23 @@ def open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(
         label=str(path),
         config=config,
-        generation_config={"eos_token_id": ends},
+        generation_config={"eos_token_id": ends, **_sampling(metadata)},
         tensors=tensors,
         tokenizer_files=tokenizer_files,
         blocks=blocks,
         pooling=pooling,
     )
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling options of the file, by their names in generation_config.json."""
+    found = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    return {name: _short(value) for name, value in found.items() if value is not None}
+
+
+def _short(value: Any) -> Any:
+    """The decimal number that a float32 was written from."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _pooling(facts: Facts) -> str:

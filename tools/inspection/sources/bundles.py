@@ -24,6 +24,7 @@ from edgellm.tools.inspection.sources.specs import (
     encoder_title,
     end_tokens,
     listed,
+    request_defaults,
     vision_facts,
 )
 
@@ -44,6 +45,7 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
             **decoder_facts(spec),
             **_graph_facts(manifest),
             "end tokens": end_tokens(manifest.eos_token_ids),
+            "defaults of requests": request_defaults(manifest.generation_defaults),
             "hidden taps": listed(manifest.hidden_taps),
             "embeds texts by": manifest.pooling,
         },

@@ -27,6 +27,7 @@ from edgellm.tools.inspection.sources.specs import (
     encoder_title,
     end_tokens,
     listed,
+    request_defaults,
     vision_facts,
 )
 from edgellm.tools.inspection.sources.trt_layers import fusions_of
@@ -54,6 +55,7 @@ def inspect_engine(folder: Path, check: Check) -> Report:
             "kernels": str(manifest.options.get("kernels", "")),
             "prompts in passes of": f"{manifest.prefill_rows} tokens",
             "end tokens": end_tokens(manifest.eos_token_ids),
+            "defaults of requests": request_defaults(manifest.generation_defaults),
             "hidden taps": listed(manifest.hidden_taps),
             "embeds texts by": manifest.pooling,
             "largest verified tree": _nodes(manifest.max_verify_tree_size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from edgellm.core.manifest import Bundle, Engine
@@ -97,6 +97,12 @@ def end_tokens(token_ids: Iterable[int]) -> str:
     """Return the ids of end tokens, or how outputs end without them."""
     shown = listed(token_ids)
     return "none: the maximum length or a stop string ends outputs" if shown == "none" else shown
+
+
+def request_defaults(values: Mapping[str, Any]) -> str:
+    """Return the values of options that a request does not give, or who has them."""
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    return shown or "edgellm's: the model recommends none"
 
 
 def listed(numbers: Iterable[int]) -> str:
