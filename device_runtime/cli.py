@@ -1,7 +1,8 @@
-"""`llm_inference`: runs the requests of a JSON file."""
+"""`llm_inference`: answers prompts, and the requests of a JSON file."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,117 +17,130 @@ from edgellm.core.artifact import hash_engines
 from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.peft_adapter import hash_adapters
-from edgellm.device_runtime.requests.flags import (
-    AllowSpecialTokens,
-    BatchSize,
-    ContextReuse,
-    DumpOutput,
-    DumpProfile,
-    EngineDir,
-    InputFile,
-    MaxGenerateLength,
-    MultimodalEngineDir,
-    OutputFile,
-    ProfileFile,
-    Prove,
-    Resume,
-    Stream,
-    TreeFile,
-    Verify,
-    Warmup,
-)
+from edgellm.device_runtime.requests.flags import InferenceFlags, with_inference_flags
+from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from edgellm.device_runtime.api.generation_request import GenerationDefaults
     from edgellm.device_runtime.api.llm import LLM, Step
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.requests.outputs import Outputs
     from edgellm.device_runtime.requests.request_file import Options
     from edgellm.device_runtime.requests.resume import FinishedRequest, UnfinishedRun
+    from edgellm.device_runtime.speculate.options import SpecOptions
 
 app = App(CAMEL_CASE)
 
 
 @app.command(
-    common=("--engineDir", "--inputFile", "--outputFile", "--spec", "--stream"),
+    common=("--engineDir", "--prompt", "--inputFile", "--outputFile", "--spec"),
     examples=(
-        "llm_inference --engineDir engine --inputFile requests.json --outputFile answers.json",
+        "llm_inference --engineDir engine --prompt 'Why is the sky blue?'",
         "llm_inference --engineDir engine --inputFile requests.json --outputFile "
-        "answers.json --eagle --dumpOutput",
+        "answers.json --eagle",
     ),
 )
 @with_spec_flags
-def llm_inference(
-    engine_dir: EngineDir,
-    input_file: InputFile,
-    output_file: OutputFile,
-    spec_flags: SpecFlags,
-    multimodal_engine_dir: MultimodalEngineDir = None,
-    warmup: Warmup = 0,
-    dump_profile: DumpProfile = False,
-    profile_file: ProfileFile = None,
-    batch_size: BatchSize = None,
-    max_generate_length: MaxGenerateLength = None,
-    tree_file: TreeFile = None,
-    prove_count: Prove = 0,
-    context_reuse: ContextReuse = False,
-    allow_special_tokens: AllowSpecialTokens = False,
-    stream: Stream = False,
-    verify: Verify = None,
-    dump_output: DumpOutput = False,
-    resume: Resume = False,
-) -> None:
-    """Run the requests of a JSON file; a failed request gets an error object."""
+@with_sampling_flags
+@with_inference_flags
+def llm_inference(flags: InferenceFlags, spec_flags: SpecFlags, sampling_flags: Any) -> None:
+    """Answer prompts, or the requests of a JSON file; a failed request gets an error object."""
+    from edgellm.device_runtime.api.generation_request import GenerationDefaults
     from edgellm.device_runtime.requests.outputs import Outputs
-    from edgellm.device_runtime.requests.request_file import read_file
     from edgellm.device_runtime.requests.resume import settings_of, unfinished_run
 
     how = spec_flags.read()
-    if how is None and (prove_count or tree_file):
-        flag = "--prove" if prove_count else "--treeOutputFile"
+    if how is None and (flags.prove_count or flags.tree_file):
+        flag = "--prove" if flags.prove_count else "--treeOutputFile"
         raise EdgeLLMError(f"{flag} needs speculation", hint="give --eagle or --spec as well")
-    given = read_file(input_file)
-    options, requests = _with_flags(*given, max_generate_length, batch_size)
-    outputs = Outputs(source=input_file, answers=output_file, profile=profile_file, trees=tree_file)
-    outputs.check(engine_dir)
-    load = functools.partial(
-        _load, options, engine_dir, verify=verify, spec=how,
-        multimodal_engine_dir=multimodal_engine_dir, context_reuse=context_reuse,
-        allow_special_tokens=allow_special_tokens,
+    given = _requests(flags)
+    options, requests = _with_flags(*given, flags.max_generate_length, flags.batch_size)
+    defaults = GenerationDefaults(
+        sampling=given_flags(sampling_flags), max_generate_length=flags.max_tokens
+    )
+    outputs = Outputs(
+        source=flags.input_file, answers=flags.output_file, profile=flags.profile_file,
+        trees=flags.tree_file,
     )  # fmt: skip
-    if prove_count:
-        raise typer.Exit(_prove(load(), options, requests[:prove_count]))
-    engines = hash_engines(engine_dir, multimodal_engine_dir, how and how.draft_engine_dir)
+    outputs.check(flags.engine_dir)
+    load = functools.partial(_load, flags, options, how, defaults)
+    if flags.prove_count:
+        raise typer.Exit(_prove(*load(), requests[: flags.prove_count]))
+    engines = hash_engines(
+        flags.engine_dir, flags.multimodal_engine_dir, how and how.draft_engine_dir
+    )
     engines |= hash_adapters(options.available_lora_weights)
     settings = settings_of(
-        given, engines, how, max_generate_length=max_generate_length,
-        context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
-        trees=tree_file is not None,
+        given, engines, how, max_generate_length=flags.max_generate_length,
+        context_reuse=flags.context_reuse, allow_special_tokens=flags.allow_special_tokens,
+        trees=flags.tree_file is not None, defaults=dataclasses.asdict(defaults),
     )  # fmt: skip
-    with unfinished_run(output_file, settings, goes_on=resume) as run:
-        llm = load()
-        profile = _run(llm, options, requests, warmup, outputs, run, stream=stream)
+    prints = flags.stream or flags.prompts is not None
+    with unfinished_run(flags.output_file, settings, goes_on=flags.resume) as run:
+        llm, options = load()
+        profile = _run(llm, options, requests, flags.warmup, outputs, run, stream=prints)
         outputs.write(run, profile)
-    if dump_profile:
+    if flags.dump_profile:
         typer.echo(json.dumps(profile.as_json(), indent=4))
     responses = [answered.response for answered in run.in_order()]
-    for response in responses if dump_output else ():
+    for response in responses if flags.dump_output else ():
         typer.echo(f"[{response['request_idx']}] {response['output_text']}")
     size = min(options.batch_size, llm.batch_size)
-    raise typer.Exit(1 if _summarize(responses, profile, output_file, size) else 0)
+    line, failed = _summary(responses, profile, flags.output_file, size)
+    typer.echo(line, err=flags.prompts is not None)  # standard output has the texts alone
+    raise typer.Exit(1 if failed else 0)
 
 
-def _load(options: Options, engine_dir: Path, **more: Any) -> LLM:
-    """The engine, with the adapters of the file."""
+def _requests(flags: InferenceFlags) -> tuple[Options, list[Any]]:
+    """Options and raw requests of the file or the prompts."""
+    from edgellm.device_runtime.requests.prompts import requests_of
+    from edgellm.device_runtime.requests.request_file import Options, read_file
+
+    if flags.output_file is None and (flags.resume or flags.prompts is None):
+        cause = "--resume needs" if flags.resume else "the requests of --inputFile need"
+        if flags.input_file is not None or flags.resume:
+            raise EdgeLLMError(f"{cause} --outputFile", hint="give the file to write")
+    if flags.prompts is not None and flags.input_file is not None:
+        raise EdgeLLMError("--prompt and --inputFile exclude each other", hint="give one of them")
+    if flags.input_file is not None:
+        return read_file(flags.input_file)
+    if flags.prompts is None:
+        raise EdgeLLMError(
+            "there are no requests",
+            hint="give --prompt TEXT (- reads standard input), or --inputFile with --outputFile",
+        )
+    return Options(), requests_of(flags.prompts)
+
+
+def _load(
+    flags: InferenceFlags,
+    options: Options,
+    spec: SpecOptions | None,
+    defaults: GenerationDefaults,
+) -> tuple[LLM, Options]:
+    """The engine with the file's adapters, and the options as its tokenizer allows."""
+    import msgspec
+
     from edgellm.device_runtime.api.llm import LLM
 
-    llm = LLM(engine_dir, **more)
+    llm = LLM(
+        flags.engine_dir,
+        verify=flags.verify,
+        spec=spec,
+        multimodal_engine_dir=flags.multimodal_engine_dir,
+        context_reuse=flags.context_reuse,
+        allow_special_tokens=flags.allow_special_tokens,
+    )
+    llm.defaults = llm.defaults.overridden(defaults)
     for name, folder in options.available_lora_weights.items():
         llm.load_adapter(name, folder)
-    return llm
+    if flags.prompts is not None and not llm.tokenizer.has_template:  # a base model
+        options = msgspec.structs.replace(options, apply_chat_template=False)
+    return llm, options
 
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
@@ -215,6 +229,8 @@ def _times(run: UnfinishedRun) -> Profile:
 
 
 def _print_resume_command(run: UnfinishedRun, total: int) -> None:
+    if run.path is None:
+        return
     arguments = [one for one in sys.argv[1:] if one != "--resume"]
     typer.echo(
         f"{len(run.answered)} of {total} outputs are saved in {run.path}; "
@@ -327,16 +343,18 @@ def _progress(total: int, done: int, *, hidden: bool) -> Any:
     return counted()
 
 
-def _summarize(
-    responses: list[dict[str, Any]], profile: Profile, output: Path, batch_size: int
-) -> int:
+def _summary(
+    responses: list[dict[str, Any]], profile: Profile, output: Path | None, batch_size: int
+) -> tuple[str, int]:
+    """One line about the run, and the number of failed requests."""
     failed = sum("error" in response for response in responses)
     counts = f"{len(responses)} responses" + (f", {failed} failed" if failed else "")
     report = profile.as_json()
     decode_s = profile.decode_ms() / 1e3
     rate = profile.decoded_tokens() / decode_s if decode_s else 0.0
+    place = "" if output is None else f"{output}: "
     line = (
-        f"{output}: {counts}; prefill {report['prefill']['tokens_per_second']:.0f} tokens/s, "
+        f"{place}{counts}; prefill {report['prefill']['tokens_per_second']:.0f} tokens/s, "
         f"generation {rate:.1f} tokens/s"
     )
     if batch_size > 1:
@@ -348,8 +366,10 @@ def _summarize(
         )
     if reused := report["prefill"]["reused_tokens"]:
         line += f"; {reused} prompt tokens reused"
-    typer.echo(line)
-    return failed
+    seeds = [response["seed"] for response in responses if "seed" in response]
+    if len(responses) == 1 and seeds:
+        line += f"; seed {seeds[0]}"
+    return line, failed
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def test_fields_and_their_descriptions():
     assert "| machine | `str` | dependencies of the compiled graphs, e.g. the CPU's" in page
     assert "Output of `llm_build` and `visual_build`" in page
     requests = request_page()
-    assert "| top_p | `number > 0, <= 1` | `0.8` |" in requests
+    assert "| top_p | `number > 0, <= 1 or null` | the model's, else `0.8` |" in requests
     assert "| apply_chat_template | `boolean` | `true` |" in requests
     assert '| role | `"assistant" or "system" or "tool" or "user"`' in requests
 
@@ -267,4 +267,4 @@ def test_the_reference_of_outputs_is_complete(followed):
     rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert {*response, *response["timings"]} - named == set()
-    assert named - {*response, *response["timings"]} == {"error", "warnings"}
+    assert named - {*response, *response["timings"]} == {"error", "seed", "warnings"}

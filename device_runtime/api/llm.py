@@ -13,11 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.checksums import FileCheck
-from edgellm.core.errors import RequestError
-from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.errors import BrokenArtifactError, RequestError
+from edgellm.core.manifest import LLM_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import validation
-from edgellm.device_runtime.api.generation_request import GenerationRequest
+from edgellm.device_runtime.api.generation_request import (
+    MAX_GENERATE_LENGTH,
+    GenerationDefaults,
+    GenerationRequest,
+)
 from edgellm.device_runtime.api.scoring import Reader
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.engine import continuation
@@ -57,6 +61,9 @@ class LLM:
     """A loaded engine with its tokenizer; `close` or `with` frees its memory.
 
     Threads may share it: requests run concurrently, up to its batch size, see `StepLock`.
+
+    Attributes:
+        defaults: for options that a request does not give; the model's, unless replaced.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class LLM:
         )  # fmt: skip
         folder = Path(engine_dir)
         self.manifest = load_engine(folder, LLM_ENGINE)
+        self.defaults = _defaults(self.manifest)
         with FileCheck(folder, self.manifest.files, verify):
             self.tokenizer = ChatTokenizer(folder)
             base = open_decoder(folder, self.manifest)
@@ -102,12 +110,11 @@ class LLM:
             self._drafters = Drafters(
                 engine=folder, base=self.manifest, network=base, options=how, verify=verify
             )
-        decoder = self.manifest.decoder
         manager = KVCacheManager(
             base=base,
             prefill_rows=self.manifest.prefill_rows,
             drafts=self._drafters.caches if self._drafters else (),
-            no_images=_no_images(decoder),
+            no_images=_no_images(self.manifest.decoder),
             reuses_context=context_reuse,
         )
         self._kv_cache_manager: KVCacheManager | None = manager
@@ -118,7 +125,7 @@ class LLM:
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
             self._open_images(Path(multimodal_engine_dir), verify)
-        self._guidance = Guidance(folder, decoder.vocab_size, self.manifest.eos_token_ids)
+        self._guidance = _guidance(folder, self.manifest)
 
     def _open_images(self, folder: Path, verify: bool | None) -> None:
         from edgellm.device_runtime.engine.images import open_images  # imports Pillow
@@ -193,12 +200,23 @@ class LLM:
         self._turns.require_open()
         self._adapters.unload(name, self._turns.count_using)
 
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """The model's sampling parameters, with the given ones in their place.
+
+        Raises:
+            RequestError: an unknown name, or a value out of range.
+        """
+        try:
+            return self.defaults.params(given)
+        except TypeError as error:
+            raise RequestError(f"sampling_params: {error}") from None
+
     def generate(
         self,
         prompt: str | list[dict[str, Any]],
         *,
         sampling: SamplingParams | None = None,
-        max_generate_length: int = 256,
+        max_generate_length: int | None = None,
         stop: Sized[str] = (),
         speculative: bool = True,
         priority: int = 0,
@@ -211,8 +229,8 @@ class LLM:
             prompt: raw text, or chat messages for the model's template, whose content may be a
                 list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI},
                 or {"type": "video", "video": path, URI, or list of frames}.
-            sampling: None uses the defaults.
-            max_generate_length: maximum number of tokens.
+            sampling: how tokens are chosen; None uses the model's defaults, see `sampling_params`.
+            max_generate_length: maximum number of tokens; None: the model's default, else 256.
             stop: strings that end the output and are not part of it.
             speculative: False decodes plainly although `spec` was given.
             priority: smaller is scheduled first.
@@ -238,7 +256,7 @@ class LLM:
                 images=images,
                 add_special_tokens=is_raw,
                 continues=continues,
-                sampling=SamplingParams() if sampling is None else sampling,
+                sampling=self.sampling_params() if sampling is None else sampling,
                 max_generate_length=max_generate_length,
                 stop=stop,
                 speculative=speculative,
@@ -306,6 +324,8 @@ class LLM:
         prompt = self._prompt(request.text, request.images, profile, add_special_tokens=has_marks)
         prompt = replace(prompt, adapter=adapter)
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
+        if request.max_generate_length is None and self.defaults.max_generate_length:
+            warnings = []  # the model's limit may exceed the engine's
         if request.images and self.images is not None:
             warnings = [*warnings, *self.images.warnings]
         sampler = self.sampler(sampling, prompt)
@@ -343,9 +363,12 @@ class LLM:
         validation.require_kind("speculative", request.speculative, bool, "True or False")
         validation.require_kind("priority", request.priority, int, "a whole number")
         stops = StopMatcher(validation.text_list("stop", request.stop))
-        length = validation.require_length("max_generate_length", request.max_generate_length)
+        length = request.max_generate_length
+        if length is None:
+            length = self.defaults.max_generate_length or MAX_GENERATE_LENGTH
+        length = validation.require_length("max_generate_length", length)
         sampling.require_fit(self.manifest.decoder.vocab_size, length)
-        return sampling, stops, length
+        return sampling.seeded(), stops, length
 
     def read_logprobs(
         self,
@@ -436,6 +459,20 @@ class LLM:
             constraint=constraint,
             eos_token_ids=self.manifest.eos_token_ids,
         )
+
+
+def _defaults(manifest: Engine) -> GenerationDefaults:
+    try:
+        return GenerationDefaults.of(manifest.generation_defaults)
+    except RequestError as error:
+        raise BrokenArtifactError(
+            f"the engine's manifest is damaged: generation_defaults: {error}",
+            hint=f"run {manifest.builder} again",
+        ) from None
+
+
+def _guidance(folder: Path, manifest: Engine) -> Guidance:
+    return Guidance(folder, manifest.decoder.vocab_size, manifest.eos_token_ids)
 
 
 def _no_images(decoder: DecoderSpec) -> ImageRows | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from edgellm.core.cli import with_flags
 
 EngineDir = Annotated[
     Path,
@@ -16,15 +19,29 @@ EngineDir = Annotated[
     ),
 ]
 InputFile = Annotated[
-    Path,
+    Path | None,
     typer.Option(
-        "--inputFile", help="Read the requests from this JSON file.", rich_help_panel="Model"
+        "--inputFile",
+        help="Read the requests from this JSON file. Default: those of --prompt.",
+        rich_help_panel="Model",
+    ),
+]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompt",
+        metavar="TEXT",
+        help="Answer this message and print the text; repeatable. Piped standard input follows "
+        "it, and - is standard input alone. Default: the requests of --inputFile.",
+        rich_help_panel="Model",
     ),
 ]
 OutputFile = Annotated[
-    Path,
+    Path | None,
     typer.Option(
-        "--outputFile", help="Write the outputs to this JSON file.", rich_help_panel="Output"
+        "--outputFile",
+        help="Write the outputs to this JSON file; --inputFile needs it. Default: no file.",
+        rich_help_panel="Output",
     ),
 ]
 MultimodalEngineDir = Annotated[
@@ -79,6 +96,16 @@ MaxGenerateLength = Annotated[
         min=1,
         help="Generate at most this many tokens for each request. Default: "
         "max_generate_length of the file.",
+        rich_help_panel="Limits",
+    ),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--maxTokens",
+        min=1,
+        help="Generate at most this many tokens for each request that has no limit of its own. "
+        "Default: the model's limit, else 256 tokens.",
         rich_help_panel="Limits",
     ),
 ]
@@ -141,3 +168,31 @@ DumpOutput = Annotated[
     bool,
     typer.Option("--dumpOutput", help="Print the outputs after the run.", rich_help_panel="Output"),
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceFlags:
+    """Values of the flags of the command, except those of sampling and speculation."""
+
+    engine_dir: EngineDir
+    input_file: InputFile = None
+    prompts: Prompts = None
+    output_file: OutputFile = None
+    multimodal_engine_dir: MultimodalEngineDir = None
+    warmup: Warmup = 0
+    dump_profile: DumpProfile = False
+    profile_file: ProfileFile = None
+    batch_size: BatchSize = None
+    max_generate_length: MaxGenerateLength = None
+    max_tokens: MaxTokens = None
+    tree_file: TreeFile = None
+    prove_count: Prove = 0
+    context_reuse: ContextReuse = False
+    allow_special_tokens: AllowSpecialTokens = False
+    stream: Stream = False
+    verify: Verify = None
+    dump_output: DumpOutput = False
+    resume: Resume = False
+
+
+with_inference_flags = with_flags("flags", InferenceFlags)

@@ -140,7 +140,7 @@ def _explained(
 ) -> Comparison:
     """Recompute the logits at the divergence of two outputs."""
     started = start_request(llm, options, raw, index, greedy=True, speculative=False)
-    own = sampling_of(parse_request(raw, index).merged(options), greedy=True)
+    own = sampling_of(parse_request(raw, index).merged(options), llm.defaults, greedy=True)
     logits = logits_behind(llm, started.answer.prompt, plain[:place], own)
     one, other = plain[place], speculated[place]
     return Comparison(

@@ -18,8 +18,8 @@ from edgellm.device_runtime.requests.tree_log import trees_as_json
 class Outputs:
     """Paths of the output files of a run."""
 
-    source: Path  # the request file
-    answers: Path
+    source: Path | None  # the request file
+    answers: Path | None  # None: they are printed only
     profile: Path | None
     trees: Path | None
 
@@ -27,10 +27,11 @@ class Outputs:
         """Reject paths that cannot be written, before the run."""
         paths = [path for path in (self.answers, self.profile, self.trees) if path is not None]
         for path in paths:
-            check_output_file(path, self.source)
+            check_output_file(path, *([] if self.source is None else [self.source]))
             if path.resolve().parent == engine_dir.resolve():
                 raise EdgeLLMError(f"{path} lies in the engine's folder", hint="write elsewhere")
-        paths.append(path_of(self.answers))
+        if self.answers is not None:
+            paths.append(path_of(self.answers))
         if len({path.resolve() for path in paths}) < len(paths):
             raise EdgeLLMError("the outputs, the profile and the trees must go to different files")
 
@@ -38,11 +39,13 @@ class Outputs:
         """Write the files for the finished requests."""
         found = run.in_order()
         responses = [answered.response for answered in found]
-        _write_json(self.answers, {"input_file": str(self.source), "responses": responses})
+        source = None if self.source is None else str(self.source)
+        if self.answers is not None:
+            _write_json(self.answers, {"input_file": source, "responses": responses})
         if self.trees is not None:
             rounds = {answered.index: answered.rounds for answered in found}
             every = [rounds.get(index, []) for index in range(max(rounds, default=-1) + 1)]
-            _write_json(self.trees, trees_as_json(str(self.source), every))
+            _write_json(self.trees, trees_as_json(source or "--prompt", every))
         if self.profile is not None:
             _write_json(self.profile, profile.as_json())
 

@@ -11,6 +11,7 @@ import msgspec
 
 from edgellm.core.errors import RequestError
 from edgellm.core.strict_json import parse
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.sampling.params import (
     LARGEST_BIAS,
     MAX_BIASES,
@@ -91,27 +92,24 @@ class GuidedDecoding(msgspec.Struct, forbid_unknown_fields=True):
         return found[0]
 
 
-def _fields(*, can_be_null: bool) -> list[tuple[str, Any, Any]]:
-    """The sampling options as fields of a struct."""
+def _fields() -> list[tuple[str, Any, Any]]:
+    """The sampling options as fields of a struct; None: not given."""
     found: list[tuple[str, Any, Any]] = []
     for one in OPTIONS.values():
         bounds: dict[str, Any] = {**one.bounds}
         kind: Any = Annotated[one.kind, msgspec.Meta(description=one.doc, **bounds)]
-        found.append(
-            (one.name, kind | None, None) if can_be_null else (one.name, kind, one.default)
-        )
+        found.append((one.name, kind | None, None))
     return found
 
 
-_Sampling = msgspec.defstruct("_Sampling", _fields(can_be_null=False))
-_OwnSampling = msgspec.defstruct("_OwnSampling", _fields(can_be_null=True))
+_Sampling = msgspec.defstruct("_Sampling", _fields())
 
 
 class Options(_Sampling, kw_only=True, forbid_unknown_fields=True):
     """Top-level options of the file; a request may override most of them."""
 
     batch_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    max_generate_length: Annotated[int, msgspec.Meta(ge=1)] = 256
+    max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     apply_chat_template: bool = True
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
     continue_final_message: bool | None = None  # None: if it is the assistant's
@@ -124,7 +122,7 @@ class Options(_Sampling, kw_only=True, forbid_unknown_fields=True):
     available_lora_weights: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Request(_OwnSampling, kw_only=True, forbid_unknown_fields=True):
+class Request(_Sampling, kw_only=True, forbid_unknown_fields=True):
     """One request; null takes the file's value."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -155,15 +153,24 @@ class Request(_OwnSampling, kw_only=True, forbid_unknown_fields=True):
 _SAMPLING = {each.name for each in fields(SamplingParams)}.intersection(Options.__struct_fields__)
 
 
-def sampling_of(options: Options, *, greedy: bool = False) -> SamplingParams:
-    """Sampling parameters; `greedy` overrides the temperature."""
-    values = {name: getattr(options, name) for name in _SAMPLING}
+def sampling_of(
+    options: Options, defaults: GenerationDefaults | None = None, *, greedy: bool = False
+) -> SamplingParams:
+    """Sampling parameters of a request.
+
+    Args:
+        options: of the request and its file.
+        defaults: of options that these do not give.
+        greedy: overrides the temperature.
+    """
+    given = {name: getattr(options, name) for name in _SAMPLING}
+    values = {name: value for name, value in given.items() if value is not None}
     values["stop_token_ids"] = tuple(options.stop_token_ids)
     if options.guided_decoding is not None:
         values["guide"] = options.guided_decoding.guide()
     if greedy:
         values["temperature"] = 0.0
-    return SamplingParams(**values)
+    return (defaults or GenerationDefaults()).params(values)
 
 
 def read_file(path: Path) -> tuple[Options, list[Any]]:

@@ -82,7 +82,7 @@ def start_request(
             images=images,
             add_special_tokens=not own.apply_chat_template,
             continues=own.apply_chat_template and continuation.goes_on(messages, _ending(own)),
-            sampling=sampling_of(own, greedy=greedy),
+            sampling=sampling_of(own, llm.defaults, greedy=greedy),
             max_generate_length=own.max_generate_length,
             stop=[own.stop] if isinstance(own.stop, str) else own.stop,
             speculative=speculative and not request.disable_spec_decode,
@@ -258,6 +258,8 @@ def _response(started: Started) -> dict[str, Any]:
         "formatted_system_prompt": started.system,
         "formatted_complete_request": started.text,
     }
+    if answer.seed is not None:
+        response["seed"] = answer.seed
     if answer.warnings:
         response["warnings"] = answer.warnings
     return response

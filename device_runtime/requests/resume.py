@@ -31,6 +31,7 @@ _SETTINGS = {
     "engines": "engines",
     "spec": "ways to speculate",
     "max_generate_length": "--maxGenerateLength",
+    "defaults": "--maxTokens or flags of sampling",
     "context_reuse": "--enableContextReuse",
     "allow_special_tokens": "--allowSpecialTokens",
     "trees": "--treeOutputFile (given or not)",
@@ -55,17 +56,18 @@ class FinishedRequest:
 class UnfinishedRun:
     """Finished requests, in the order of finishing; extended during the run."""
 
-    path: Path
+    path: Path | None  # None: the outputs are not saved
     answered: list[FinishedRequest]
-    _journal: Journal
+    _journal: Journal | None
 
     def in_order(self) -> list[FinishedRequest]:
         """The same in the order of the requests."""
         return sorted(self.answered, key=lambda one: one.index)
 
     def add(self, answered: FinishedRequest) -> None:
-        """Append a finished request; it is in the file when this returns."""
-        self._journal.append(json.dumps(dataclasses.asdict(answered)).encode())
+        """Append a finished request; it is in the file, if any, when this returns."""
+        if self._journal is not None:
+            self._journal.append(json.dumps(dataclasses.asdict(answered)).encode())
         self.answered.append(answered)
 
 
@@ -97,12 +99,12 @@ def settings_of(
 
 @contextlib.contextmanager
 def unfinished_run(
-    output: Path, settings: Mapping[str, Any], *, goes_on: bool
+    output: Path | None, settings: Mapping[str, Any], *, goes_on: bool
 ) -> Iterator[UnfinishedRun]:
     """Start or resume a run; the log is deleted if the block ends without an error.
 
     Args:
-        output: the file that will be written.
+        output: the file that will be written; None: no file, and nothing to resume.
         settings: of `settings_of`.
         goes_on: whether the user gave --resume.
 
@@ -110,6 +112,9 @@ def unfinished_run(
         EdgeLLMError: there are outputs but no --resume, or settings differ, or the file is
             damaged or of another program, or another process uses it.
     """
+    if output is None:
+        yield UnfinishedRun(None, [], None)
+        return
     path = path_of(output)
     busy = f"another llm_inference is writing {output}"
     with hold(path, busy, "wait for it, or give another --outputFile"):
@@ -161,7 +166,7 @@ def _begun(path: Path, line: bytes) -> dict[str, Any]:
 
 def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for name, label in _SETTINGS.items():
-        if begun.get(name) != settings[name]:
+        if begun.get(name) != settings.get(name):
             raise EdgeLLMError(
                 f"{path} was begun with other {label}",
                 hint="give the same to resume, or remove that file",

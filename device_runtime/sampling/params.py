@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from edgellm.core.errors import RequestError
@@ -21,6 +22,7 @@ LARGEST_BIAS, MAX_BIASES, MAX_STOPS = 100, 1024, 1024
 _LARGEST_REPETITION = 100.0  # the smallest is its inverse; logits stay finite
 _MAX_GRAMMAR = 1 << 20  # characters
 _HALF = re.compile("[\ud800-\udfff]")
+_SEED_BITS = 32  # of random seeds, which every JSON parser reads exactly
 
 GuideKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 
@@ -54,12 +56,14 @@ class Option:
 
     name: str
     kind: type[bool | int | float]
-    default: bool | int | float
+    default: bool | int | float | None  # None: random
     doc: str
     bounds: Mapping[str, float]  # by `ge`, `gt` and `le`, as msgspec and pydantic name them
 
     def check(self, value: Any) -> None:
         """Raise `RequestError` for a value of another type, or out of range."""
+        if (value, self.default) == (None, None):
+            return
         if self.kind is bool:
             require_kind(self.name, value, bool, "True or False")
         elif self.kind is int and not is_whole(value):
@@ -76,19 +80,28 @@ class Option:
 
 
 def _option(default: float, doc: str, **bounds: float) -> Any:
-    return field(default=default, metadata={"doc": doc, "bounds": bounds})
+    return field(default=default, metadata={"doc": doc, "bounds": bounds, "kind": type(default)})
+
+
+def _seed() -> Any:
+    about = {"doc": "Makes sampled outputs repeatable.", "bounds": {"ge": 0, "le": 2**63 - 1}}
+    return field(default=None, metadata={**about, "kind": int})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters; the defaults are those of request files."""
+    """Sampling parameters; the defaults are those of request files.
+
+    They are complete: a field that is left out has the default here, not the model's, see
+    `GenerationDefaults`.
+    """
 
     temperature: float = _option(1.0, "Divides the logits; 0 takes the most likely token.", ge=0)
     top_p: float = _option(
         0.8, "Keeps the most likely tokens up to this probability in total.", gt=0, le=1
     )
     top_k: int = _option(50, "Keeps this many of the most likely tokens; 0 keeps all.", ge=0)
-    seed: int = _option(42, "Makes sampled outputs repeatable.", ge=0, le=2**63 - 1)
+    seed: int | None = _seed()  # None: random, see `seeded`
     _: KW_ONLY
     min_p: float = _option(
         0.0, "Drops tokens below this share of the most likely token's probability.", ge=0, le=1
@@ -164,6 +177,12 @@ class SamplingParams:
         own = () if self.ignore_eos else eos_token_ids
         return frozenset(self.stop_token_ids).union(own)
 
+    def seeded(self) -> SamplingParams:
+        """The same with a seed: a random one unless it has one, or samples nothing."""
+        if self.seed is not None or self.is_greedy:
+            return self
+        return replace(self, seed=secrets.randbits(_SEED_BITS))
+
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
@@ -174,7 +193,7 @@ def _options() -> Iterator[Option]:
     for one in fields(SamplingParams):
         default: Any = one.default
         if one.metadata:
-            yield Option(name=one.name, kind=type(default), default=default, **one.metadata)
+            yield Option(name=one.name, default=default, **one.metadata)
 
 
 OPTIONS = {one.name: one for one in _options()}

@@ -57,6 +57,12 @@ class RequestOutput:
         return self._sequence.stop_string
 
     @property
+    def seed(self) -> int | None:
+        """Seed that repeats the output; None: greedy outputs need none."""
+        params = self._sequence.sampler.params
+        return None if params.is_greedy else params.seed
+
+    @property
     def warnings(self) -> list[str]:
         """Warnings for the user."""
         return self._sequence.warnings

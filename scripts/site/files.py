@@ -69,7 +69,7 @@ def _struct(kind: type[msgspec.Struct]) -> str:
     notes = {one.name: one.doc for one in OPTIONS.values()} | comments(kind)
     declared = msgspec.json.schema(kind)["$defs"][kind.__name__]
     rows = tuple(
-        (name, f"`{_schema(field)}`", _default(field), notes.get(name, ""))
+        (name, f"`{_schema(field)}`", _default(kind, name, field), notes.get(name, ""))
         for name, field in declared["properties"].items()
     )
     return _section(kind, ("field", "type", "default", ""), rows)
@@ -90,8 +90,12 @@ def _schema(field: dict[str, Any]) -> str:
     return field["type"] + ",".join(limits)
 
 
-def _default(field: dict[str, Any]) -> str:
+def _default(kind: type[msgspec.Struct], name: str, field: dict[str, Any]) -> str:
+    """Describe the default of a field; options of sampling may have the model's."""
     default = field.get("default")
+    if kind is Options and name in OPTIONS:
+        own = OPTIONS[name].default
+        return "random" if own is None else f"the model's, else `{json.dumps(own)}`"
     return f"`{json.dumps(default)}`" if default is not None else ""
 
 

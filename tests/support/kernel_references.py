@@ -149,7 +149,9 @@ def accept_sampled(
 
 def _drawing(values, ids, rules, uniforms, vocab):
     temperature, top_k, top_p, min_p = rules
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
+    params = SamplingParams(
+        temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p, seed=42
+    )
 
     def draw(node: int, place: int) -> tuple[int, int]:
         x, token = (each[node * PICKS :][:PICKS] for each in (values, ids))

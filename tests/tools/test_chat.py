@@ -299,8 +299,9 @@ def test_a_pipe_prints_replies_and_notes(chat, llm):
         "note: truncated after 5 tokens; /continue continues, --maxGenerateLength sets the limit"
         in result.stderr
     )
-    assert lines[4] == "context 12 of 64 tokens"
-    assert len(lines) == 6  # one more answer, then /quit
+    assert lines[4] == "sampling: greedy"
+    assert lines[5] == "context 12 of 64 tokens"
+    assert len(lines) == 7  # one more answer, then /quit
     assert chat("w20").returncode == 0  # no newline at the end
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict
 from typing import Any
 
 import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, run_command
 from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
-from edgellm.tools.chat.flags import ChatFlags, with_chat_flags, with_sampling_flags
+from edgellm.tools.chat.flags import ChatFlags, with_chat_flags
 
-_SEED_BYTES = 4
+_MAX_GENERATE_LENGTH = 512  # if the flags and the model give none
 
 app = App(CAMEL_CASE)
 
@@ -37,16 +36,13 @@ def chat(
 
     Without a terminal, each line of standard input is a message; the reply is printed.
     """
+    from edgellm.device_runtime.api.generation_request import GenerationDefaults
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
     from edgellm.tools.chat.screen import open_screen
 
-    values = asdict(sampling_flags)
-    if values["seed"] is None:
-        values["seed"] = int.from_bytes(os.urandom(_SEED_BYTES), "little")
-    sampling = SamplingParams(**values)
+    given = GenerationDefaults(sampling=given_flags(sampling_flags))  # checked before the load
     llm = LLM(
         flags.engine_dir,
         verify=flags.verify,
@@ -60,7 +56,9 @@ def chat(
             "the model has no chat template, so it cannot chat",
             hint='llm_inference continues texts: "apply_chat_template": false in its file',
         )
-    settings = Settings(sampling, flags.max_generate_length, flags.enable_thinking)
+    sampling = llm.sampling_params(**given.sampling)
+    length = flags.max_generate_length or llm.defaults.max_generate_length
+    settings = Settings(sampling, length or _MAX_GENERATE_LENGTH, flags.enable_thinking)
     conversation = Conversation(llm=llm, settings=settings, system=flags.system)
     raise typer.Exit(1 if run(conversation, open_screen(conversation, flags.history_file)) else 0)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.errors import RequestError
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.chat.conversation import Conversation
 from edgellm.tools.chat.statistics import statistics
 
@@ -68,7 +69,17 @@ def _reset(conversation: Conversation, _: str) -> list[str]:
 
 def _stats(conversation: Conversation, _: str) -> list[str]:
     manifest = conversation.llm.manifest
-    return statistics(conversation.totals, conversation.context_tokens, manifest)
+    lines = statistics(conversation.totals, conversation.context_tokens, manifest)
+    return [*lines[:-1], _sampling(conversation.settings.sampling), lines[-1]]
+
+
+def _sampling(params: SamplingParams) -> str:
+    if params.is_greedy:
+        return "sampling: greedy"
+    return (
+        f"sampling: temperature {params.temperature:g}, top-p {params.top_p:g}, "
+        f"top-k {params.top_k}, seed {params.seed}"
+    )
 
 
 def _save(conversation: Conversation, value: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,18 +12,16 @@ import typer
 
 from edgellm.core.cli import CAMEL_CASE, App
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.chat.flags import (
-    EnableThinking,
-    System,
-    with_sampling_flags,
-)
+from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
+from edgellm.tools.chat.flags import EnableThinking, System
 from edgellm.tools.command.flags import Model, RecipeFlags, with_recipe_flags
 
 if TYPE_CHECKING:
     from edgellm.tools.chat.conversation import Conversation
     from edgellm.tools.store.prepare import Prepared
 
-_SEED_BYTES = 4
+# For models without sampling values of their own, as llama.cpp samples.
+_USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 app = App(CAMEL_CASE)
 
@@ -127,14 +124,12 @@ def _open(
     *,
     enable_thinking: bool,
 ) -> Conversation:
+    from edgellm.device_runtime.api.generation_request import GenerationDefaults
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.device_runtime.speculate.options import AUTO, SpecOptions
     from edgellm.tools.chat.conversation import Conversation, Settings
 
-    values = asdict(sampling_flags)
-    if values["seed"] is None:
-        values["seed"] = int.from_bytes(os.urandom(_SEED_BYTES), "little")
+    given = GenerationDefaults(sampling=given_flags(sampling_flags))  # checked before the load
     llm = LLM(
         found.engine,
         spec=SpecOptions(network=AUTO),
@@ -147,7 +142,9 @@ def _open(
             hint=f"llm_inference --engineDir {found.engine} continues texts: "
             '"apply_chat_template": false in its file',
         )
-    settings = Settings(SamplingParams(**values), max_tokens, enable_thinking)
+    usual = {} if llm.defaults.sampling else _USUAL
+    sampling = llm.sampling_params(**{**usual, **given.sampling})
+    settings = Settings(sampling, max_tokens, enable_thinking)
     return Conversation(llm=llm, settings=settings, system=system)
 
 

@@ -77,7 +77,7 @@ def _add_openai(app: FastAPI, engines: EnginePool) -> None:
     async def text_completions(body: CompletionRequest, request: Request) -> Response:
         """Complete one prompt or several."""
         served = await engines.of(body.model, request)
-        asks = completions.asks_of(body, served.lora)
+        asks = completions.asks_of(body, served.llm.defaults, served.lora)
         writer = completions.CompletionWriter(body, served.llm, served.name)
         return await served.respond_openai(request, body, asks, writer)
 
@@ -115,7 +115,8 @@ def _add_triton(app: FastAPI, engines: EnginePool) -> None:
         body.require_path(streams=streams)
         served = await engines.of(name, request)
         writer = GenerateWriter(body, served.name, streams=streams)
-        return await served.respond(request, [body.ask(served.lora)], writer, streams=streams)
+        asks = [body.ask(served.llm.defaults, served.lora)]
+        return await served.respond(request, asks, writer, streams=streams)
 
     @app.post("/v2/models/{name}/generate")
     async def generate(name: str, body: GenerateRequest, request: Request) -> Response:

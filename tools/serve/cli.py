@@ -77,6 +77,8 @@ def edgellm_serve(
         allow_special_tokens=flags.allow_special_tokens,
         verify=flags.verify,
         max_stall_ms=flags.max_stall,
+        uses_model_defaults=flags.model_defaults == "model",
+        defaults=settings.read_defaults(flags.overridden_defaults),
         contexts=flags.slot_save_path,
         has_own_folders=len(given) > 1,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -213,6 +213,27 @@ ContextReuse = Annotated[
     ),
 ]
 
+ModelDefaults = Annotated[
+    Literal["model", "none"],
+    typer.Option(
+        "--generationConfig",
+        metavar="model/none",
+        help="Take the defaults of requests from the model's generation_config.json, or with "
+        "none from the protocols alone.",
+        rich_help_panel="Sampling",
+    ),
+]
+OverriddenDefaults = Annotated[
+    str | None,
+    typer.Option(
+        "--overrideGenerationConfig",
+        metavar="JSON",
+        help="Take these defaults of requests before the model's, such as "
+        '{"temperature": 0.6, "top_k": 20, "max_new_tokens": 512}. Default: none.',
+        rich_help_panel="Sampling",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFlags:
@@ -239,6 +260,8 @@ class ServeFlags:
     lora_modules: LoraModules = None
     lora_folders: LoraFolders = None
     allow_origins: AllowOrigins = None
+    model_defaults: ModelDefaults = "model"
+    overridden_defaults: OverriddenDefaults = None
     context_reuse: ContextReuse = True
     slot_save_path: SlotSavePath = None
     allow_special_tokens: AllowSpecialTokens = False

@@ -8,9 +8,12 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, RequestError
+from edgellm.core.strict_json import parse
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 
 MIN_KEY_LENGTH = 8
+_DEFAULTS = """give an object, such as '{"temperature": 0.6, "top_k": 20}'"""
 TEXT_BODY_BYTES, IMAGE_BODY_BYTES = 1 << 20, 32 << 20
 
 
@@ -66,6 +69,25 @@ def read_keys(path: Path) -> frozenset[bytes]:
             hint="make one with: openssl rand -hex 24",
         )
     return frozenset(key_hash(key) for key in keys)
+
+
+def read_defaults(text: str | None) -> GenerationDefaults:
+    """Defaults of requests from the JSON of `--overrideGenerationConfig`.
+
+    Raises:
+        EdgeLLMError: it is not a JSON object of options and their values.
+    """
+    flag = "--overrideGenerationConfig"
+    try:
+        values = {} if text is None else parse(text)
+    except ValueError as error:
+        raise EdgeLLMError(f"{flag} is not valid JSON: {error}", hint=_DEFAULTS) from None
+    if not isinstance(values, dict):
+        raise EdgeLLMError(f"{flag} is not a JSON object", hint=_DEFAULTS)
+    try:
+        return GenerationDefaults.of(values)
+    except RequestError as error:
+        raise EdgeLLMError(f"{flag}: {error}", hint=error.hint) from None
 
 
 def key_hash(key: str) -> bytes:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from edgellm.build.progress import shown
 from edgellm.core.artifact import temporary_folder
+from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
 from edgellm.core.manifest import DRAFT_FOLDER, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.tools.store import hub
@@ -235,15 +235,17 @@ def _export(
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
     from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.progress import byte_progress
     from edgellm.export.pipeline.resolve import open_draft
 
     bundle = bundles / "base"
     bundles.mkdir()
     draft = _find_draft(source, checkpoint, recipe.draft)
     options = ExportOptions(draft_model_dir=draft or None)
-    typer.echo("exporting", err=True)
-    with byte_progress("exporting") as progress:
+    with shown() as report:
+
+        def progress(done: int, total: int) -> None:
+            report(share_of("exporting", done, total))
+
         export_llm(checkpoint, bundle, options, progress)
         if draft:
             opened = open_draft(draft)

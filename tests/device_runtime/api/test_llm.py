@@ -151,7 +151,7 @@ def test_sampling_ranges_are_validated(wrong):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("temperature", "hot"), ("temperature", None), ("temperature", True), ("top_p", "1"),
-     ("top_k", 1.5), ("top_k", True), ("seed", None), ("seed", "7"), ("num_logprobs", 0.5),
+     ("top_k", 1.5), ("top_k", True), ("seed", 0.5), ("seed", "7"), ("num_logprobs", 0.5),
      ("min_p", []), ("logit_bias", [1]), ("logit_bias", {"a": 1}), ("logit_bias", {3: None}),
      ("guide", "json")],
     ids=str,
@@ -172,7 +172,7 @@ def test_numpy_scalars_are_accepted(llm):
     ("arguments", "message"),
     [({"max_generate_length": 1.5}, "max_generate_length 1.5 is not a whole number"),
      ({"max_generate_length": "3"}, "max_generate_length '3' is not a whole number"),
-     ({"max_generate_length": None}, "max_generate_length None is not"),
+     ({"max_generate_length": 0}, "max_generate_length 0 is less than 1"),
      ({"max_generate_length": True}, "max_generate_length True is not"),
      ({"sampling": {"temperature": 0}}, "is not a SamplingParams"),
      ({"sampling": 0}, "sampling 0 is not a SamplingParams"),

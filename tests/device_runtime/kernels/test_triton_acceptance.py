@@ -20,17 +20,17 @@ from edgellm.device_runtime.speculate.tree import Tree
 # The interpreter computes with NumPy, which warns of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-GREEDY_SAFE = SamplingParams(temperature=0.9, top_p=0.9, top_k=2)
+GREEDY_SAFE = SamplingParams(temperature=0.9, top_p=0.9, top_k=2, seed=42)
 NODES, VOCAB, TREES = 16, 12, 10_000
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = [
-    SamplingParams(temperature=1.0, top_p=1.0, top_k=0),
-    SamplingParams(temperature=0.4, top_p=1.0, top_k=5),
-    SamplingParams(temperature=2.5, top_p=0.8, top_k=0),
-    SamplingParams(temperature=1.0, top_p=0.6, top_k=3),
-    SamplingParams(temperature=1.3, top_p=1.0, top_k=2, min_p=0.3),
-    SamplingParams(temperature=0.8, top_p=0.95, top_k=11, min_p=0.05),
-    SamplingParams(temperature=0.01, top_p=0.9, top_k=40),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=42),
+    SamplingParams(temperature=0.4, top_p=1.0, top_k=5, seed=42),
+    SamplingParams(temperature=2.5, top_p=0.8, top_k=0, seed=42),
+    SamplingParams(temperature=1.0, top_p=0.6, top_k=3, seed=42),
+    SamplingParams(temperature=1.3, top_p=1.0, top_k=2, min_p=0.3, seed=42),
+    SamplingParams(temperature=0.8, top_p=0.95, top_k=11, min_p=0.05, seed=42),
+    SamplingParams(temperature=0.01, top_p=0.9, top_k=40, seed=42),
 ]
 
 
@@ -185,7 +185,7 @@ def test_nan_ends_the_path_and_leaves_the_error_to_the_host():
         found = sampled(
             [tree],
             logits,
-            [SamplingParams(temperature=1.0, top_p=1.0, top_k=1)],
+            [SamplingParams(temperature=1.0, top_p=1.0, top_k=1, seed=42)],
             np.zeros((1, NODES)),
             1,
         )

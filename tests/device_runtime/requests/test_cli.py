@@ -130,7 +130,7 @@ def test_stream_and_profile(infer, tmp_path):
     [
         ('{"requests": [', "line 1, column"),
         ('{"requests": {}}', "$.requests must be a list"),
-        ('{"requests": [1], "top_k": "x"}', "$.top_k: expected `int`"),
+        ('{"requests": [1], "top_k": "x"}', "$.top_k: expected `int | null`"),
     ],
 )
 def test_invalid_files_write_nothing(ask, content, message):

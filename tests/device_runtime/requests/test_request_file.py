@@ -19,8 +19,9 @@ def test_defaults_of_request_files(tmp_path):
     path = tmp_path / "in.json"
     path.write_text(json.dumps({"requests": [{"messages": [USER]}]}))
     options, requests = read_file(path)
-    assert (options.temperature, options.top_p, options.top_k) == (1.0, 0.8, 50)
-    assert options.max_generate_length == 256
+    assert (options.temperature, options.top_k, options.max_generate_length) == (None, None, None)
+    sampling = sampling_of(options)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 0.8, 50)
     assert options.apply_chat_template
     assert options.add_generation_prompt is options.continue_final_message is None
     assert not options.enable_thinking

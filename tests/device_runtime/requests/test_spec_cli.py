@@ -27,7 +27,7 @@ REQUESTS = {
         {"messages": [{"role": "user", "content": "w20 w21"}], "temperature": 0},
         {"messages": [{"role": "user", "content": "w20 w21"}], "temperature": 0},
         {"messages": [{"role": "user", "content": "w23"}], "temperature": 0.3, "seed": 5},
-        {"messages": [{"role": "user", "content": "w23"}], "disable_spec_decode": True},
+        {"messages": [{"role": "user", "content": "w23"}], "disable_spec_decode": True, "seed": 42},
     ],
 }
 
@@ -91,7 +91,9 @@ def test_outputs_equal_plain_ones(tree_engine, tree, temperature):
         ids = []
         for speculative in (False, True):
             answer = llm.generate(
-                prompt, sampling=SamplingParams(temperature=temperature), speculative=speculative
+                prompt,
+                sampling=SamplingParams(temperature=temperature, seed=42),
+                speculative=speculative,
             )
             list(answer)
             ids.append(answer.token_ids)
@@ -103,7 +105,7 @@ def test_outputs_equal_plain_ones(tree_engine, tree, temperature):
 def _ids(llm, temperature, *, speculative):
     answer = llm.generate(
         "w20 w21 w22",
-        sampling=SamplingParams(temperature=temperature, top_p=1.0, top_k=0),
+        sampling=SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=42),
         speculative=speculative,
         max_generate_length=60,
     )
@@ -291,7 +293,7 @@ def test_auto_is_lossless(engine, temperature, request):
         for speculative in (False, True):
             answer = llm.generate(
                 prompt,
-                sampling=SamplingParams(temperature=temperature, top_p=1.0, top_k=0),
+                sampling=SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=42),
                 speculative=speculative,
                 max_generate_length=40,
             )

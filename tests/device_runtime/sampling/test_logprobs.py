@@ -48,7 +48,7 @@ def _answer(llm, sampling):
 def test_speculative_outputs_have_logprobs_of_every_token(eagle_pair, temperature, typical):
     options = SpecOptions(top_k=4, steps=3, verify_size=12, tree="fixed", typical=typical)
     llm = LLM(eagle_pair.engine, spec=options)
-    sampling = SamplingParams(temperature=temperature, num_logprobs=2)
+    sampling = SamplingParams(temperature=temperature, num_logprobs=2, seed=42)
     answer, entries, steps = _answer(llm, sampling)
     assert [entry.token_id for entry in entries] == answer.token_ids
     assert any(len(step.token_ids) > 1 for step in steps) or typical is None

@@ -16,6 +16,8 @@ NEW = '    dry_base: float = _option(0.0, "Base of the penalty DRY.", ge=0, le=4
 PROGRAM = """
 import json
 from typer.main import get_command
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
+from edgellm.device_runtime.cli import app as inference
 from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
 from edgellm.scripts.site.files import request_page
 from edgellm.tools.chat.cli import app
@@ -39,16 +41,19 @@ requests = {
     "responses": ResponsesRequest.model_validate({"input": "Hi", "dry_base": 1.5}).as_chat(),
     "ollama": ChatRequest.model_validate({"messages": messages, **ollama}),
 }
-found = {name: body.sampling(None, None) for name, body in requests.items()}
+found = {name: body.sampling(GenerationDefaults(), None, None) for name, body in requests.items()}
 for at, body in enumerate(triton):
     request = GenerateRequest.model_validate({"text_input": "Hi", **body})
-    found[f"triton {at}"] = request.ask().sampling
+    found[f"triton {at}"] = request.ask(GenerationDefaults()).sampling
 found["file"] = sampling_of(Options(dry_base=1.5))
 found["request"] = sampling_of(parse_request(chat, 0).merged(Options()))
 values = {name: one.dry_base for name, one in found.items()}
 values["kserve"] = 1.5 if INPUTS["dry_base"] == "FP32" else None
-flags = [flag for one in get_command(app).params for flag in one.opts]
-values["edgellm-chat"] = 1.5 if "--dryBase" in flags else None
+for name, command in (("edgellm-chat", app), ("llm_inference", inference)):
+    flags = [flag for one in get_command(command).params for flag in one.opts]
+    values[name] = 1.5 if "--dryBase" in flags else None
+defaults = GenerationDefaults.of({"dry_base": 1.5})
+values["--overrideGenerationConfig"] = defaults.params({}).dry_base
 values["docs"] = 1.5 if "Base of the penalty DRY." in request_page() else None
 print(json.dumps(values))
 """
@@ -77,5 +82,5 @@ def test_a_new_option_is_in_every_protocol(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
-    assert len(values) == 13
+    assert len(values) == 15
     assert set(values.values()) == {1.5}

@@ -27,20 +27,31 @@ VOCAB, LENGTH = 4, 3
 PROMPT = (1, 2)
 GREEDY = SamplingParams(temperature=0)
 PARAMS = [
-    SamplingParams(temperature=1.0, top_p=1.0, top_k=0),
-    SamplingParams(temperature=0.4, top_p=1.0, top_k=0),
-    SamplingParams(temperature=2.5, top_p=0.8, top_k=0),
-    SamplingParams(temperature=1.0, top_p=0.6, top_k=3),
-    SamplingParams(temperature=1.3, top_p=1.0, top_k=2),
-    SamplingParams(temperature=1.0, top_p=0.9, top_k=1),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=42),
+    SamplingParams(temperature=0.4, top_p=1.0, top_k=0, seed=42),
+    SamplingParams(temperature=2.5, top_p=0.8, top_k=0, seed=42),
+    SamplingParams(temperature=1.0, top_p=0.6, top_k=3, seed=42),
+    SamplingParams(temperature=1.3, top_p=1.0, top_k=2, seed=42),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=1, seed=42),
     GREEDY,
-    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.2),
-    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, repetition_penalty=1.7),
+    SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.2, seed=42),
+    SamplingParams(temperature=1.0, top_p=0.9, top_k=0, repetition_penalty=1.7, seed=42),
     SamplingParams(
-        temperature=0.8, top_p=1.0, top_k=3, min_p=0.05, presence_penalty=1.1, frequency_penalty=0.6
+        temperature=0.8,
+        top_p=1.0,
+        top_k=3,
+        min_p=0.05,
+        presence_penalty=1.1,
+        frequency_penalty=0.6,
+        seed=42,
     ),
     SamplingParams(
-        temperature=1.0, top_p=1.0, top_k=0, logit_bias={0: 1.5, 3: -100}, presence_penalty=-0.7
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        logit_bias={0: 1.5, 3: -100},
+        presence_penalty=-0.7,
+        seed=42,
     ),
     SamplingParams(temperature=0.0, repetition_penalty=1.9, frequency_penalty=0.9),
 ]
@@ -265,7 +276,7 @@ def test_the_check_finds_penalties_that_forget_a_nodes_ancestors():
 )
 def test_the_check_finds_biased_acceptance(accept):
     found = [
-        distance(seed, SamplingParams(temperature=0.7, top_p=1.0, top_k=0), accept)
+        distance(seed, SamplingParams(temperature=0.7, top_p=1.0, top_k=0, seed=42), accept)
         for seed in range(6)
     ]
     assert max(found) > 0.02
@@ -315,7 +326,7 @@ def naive_typical(tree, result, params, threshold, alpha) -> list[int]:
 @given(seed=st.integers(0, 10_000))
 def test_typical_acceptance_follows_its_definition(threshold, alpha, seed):
     params = SamplingParams(
-        temperature=0.8, top_p=0.95, top_k=3, repetition_penalty=1.4, frequency_penalty=0.5
+        temperature=0.8, top_p=0.95, top_k=3, repetition_penalty=1.4, frequency_penalty=0.5, seed=42
     )
     tree = tree_of(seed, PROMPT, 3)
     result, sampler = verify(seed, PROMPT, tree), Sampler(params=params, prompt=PROMPT)
@@ -341,7 +352,7 @@ def test_typical_acceptance_of_vanishing_probabilities():
     outcome = accept_typically(
         tree,
         result,
-        Sampler(params=SamplingParams(temperature=0.01, top_p=1.0, top_k=0)),
+        Sampler(params=SamplingParams(temperature=0.01, top_p=1.0, top_k=0, seed=42)),
         Typical(0.09),
     )
     assert outcome.path == [0, 1]

@@ -195,7 +195,7 @@ WAYS = {
 SAMPLINGS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=7),
-    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=0.5, seed=42),
     SamplingParams(
         temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={11: -100, 12: 2}
     ),

@@ -73,7 +73,7 @@ def test_speculative_outputs_equal_plain_decoding(engines, tmp_path, temperature
         ]
         answer = llm.generate(
             [{"role": "user", "content": content}],
-            sampling=SamplingParams(temperature=temperature, top_p=1, top_k=0),
+            sampling=SamplingParams(temperature=temperature, top_p=1, top_k=0, seed=42),
             max_generate_length=24,
             speculative=speculative,
         )

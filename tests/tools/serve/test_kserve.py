@@ -14,6 +14,7 @@ import pytest
 from serve_process import ServerProcess, serving
 
 from edgellm.device_runtime import SamplingParams
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.protocols.kserve import infer
 from edgellm.tools.serve.protocols.kserve.tensors import INPUTS, Tensor, read_bytes, request_of
@@ -160,7 +161,7 @@ def test_what_genai_perf_sends():
             values=('{"max_tokens": "9", "min_tokens": "9"}',),
         ),
     ]
-    ask = request_of(given, "").ask()
+    ask = request_of(given, "").ask(GenerationDefaults())
     assert (ask.max_tokens, ask.sampling.min_tokens) == (9, 9)
 
 

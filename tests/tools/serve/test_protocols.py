@@ -240,7 +240,9 @@ def test_a_stream_adds_up_to_the_whole(offline, cuts):
 
     body = ResponsesRequest.model_validate({"input": "w20"})
     events, whole = both(
-        lambda: ResponsesWriter(body=body, answer=_Scripted(llm), llm=llm, model="m")
+        lambda: ResponsesWriter(
+            body=body, answer=_Scripted(llm), llm=llm, model="m", sampling=SamplingParams()
+        )
     )
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
@@ -267,7 +269,11 @@ def test_an_answer_that_is_cut_says_so_though_it_holds_a_call(offline):
     assert whole(MessagesWriter(_Scripted(llm), "m"))["stop_reason"] == "max_tokens"
     assert whole(OllamaWriter(_Scripted(llm), "m", chats=True))["done_reason"] == "length"
     body = ResponsesRequest.model_validate({"input": "w20"})
-    found = whole(ResponsesWriter(body=body, answer=_Scripted(llm), llm=llm, model="m"))
+    found = whole(
+        ResponsesWriter(
+            body=body, answer=_Scripted(llm), llm=llm, model="m", sampling=SamplingParams()
+        )
+    )
     assert (found["status"], found["incomplete_details"]) == (
         "incomplete",
         {"reason": "max_output_tokens"},

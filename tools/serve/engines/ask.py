@@ -19,7 +19,7 @@ class EngineRequest:
 
     prompt: str | tuple[int, ...] | list[dict[str, Any]]  # raw text, token ids, or messages
     sampling: SamplingParams
-    max_tokens: int | None = None  # None: up to the KV cache's capacity
+    max_tokens: int | None = None  # None: the model's default, else the KV cache's capacity
     stop: tuple[str, ...] = ()
     images: tuple[Source, ...] = ()  # paths, data: URIs or videos, one a placeholder
     template_flags: Mapping[str, Any] = field(default_factory=dict)
@@ -30,7 +30,10 @@ class EngineRequest:
 
     def times(self, count: int | None) -> list[EngineRequest]:
         """`count` copies of this request with consecutive seeds; None: one."""
-        seeds = (self.sampling.seed + at for at in range(count or 1))
+        first = self.sampling.seed
+        if first is None:  # greedy
+            return [self] * (count or 1)
+        seeds = (first + at for at in range(count or 1))
         return [replace(self, sampling=replace(self.sampling, seed=seed % 2**63)) for seed in seeds]
 
 
@@ -59,6 +62,7 @@ def start(llm: LLM, ask: EngineRequest) -> RequestOutput:
     if isinstance(prompt, list):
         continues = continuation.goes_on(prompt, ask.template_flags)
         prompt = llm.formatter.format(prompt, ask.template_flags)
+    length = ask.max_tokens or llm.defaults.max_generate_length
     return llm.generate_text(
         GenerationRequest(
             text=prompt,
@@ -66,7 +70,7 @@ def start(llm: LLM, ask: EngineRequest) -> RequestOutput:
             add_special_tokens=not isinstance(ask.prompt, list),
             continues=continues,
             sampling=ask.sampling,
-            max_generate_length=ask.max_tokens or llm.manifest.max_kv_cache_capacity,
+            max_generate_length=length or llm.manifest.max_kv_cache_capacity,
             stop=ask.stop,
             shown_tokens=ask.shown_tokens,
             priority=ask.priority,

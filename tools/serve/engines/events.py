@@ -34,6 +34,7 @@ class Finished:
     first_token_ms: float  # from the arrival of the request
     generation_ms: float  # from the first token to the last
     stop_string: str | None = None  # the matched stop string
+    seed: int | None = None  # that repeats the output; None: greedy
     embedding: NDArray[np.float32] | None = None  # [H], of a text
 
     @property

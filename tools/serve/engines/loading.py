@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.validation import MAX_STALL_MS
@@ -23,6 +24,8 @@ class Loading:
     allow_special_tokens: bool = False
     verify: bool | None = None
     max_stall_ms: float = MAX_STALL_MS
+    uses_model_defaults: bool = True  # for options that a request does not give
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)  # before the model's
     contexts: Path | None = None  # folder of `--slotSavePath`
     has_own_folders: bool = False  # one subfolder of `contexts` for each engine
 
@@ -37,6 +40,8 @@ class Loading:
             allow_special_tokens=self.allow_special_tokens,
             max_stall_ms=self.max_stall_ms,
         )
+        defaults = llm.defaults if self.uses_model_defaults else GenerationDefaults()
+        llm.defaults = defaults.overridden(self.defaults)
         if self.contexts is not None:
             kv_persistence.restore(self._contexts_of(model), llm)
         return llm

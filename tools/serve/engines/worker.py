@@ -327,4 +327,5 @@ def _figures(answer: RequestOutput, job: Job, began: float, first: float) -> Fin
         first_token_ms=(first - job.arrived) * 1e3,
         generation_ms=(time.monotonic() - first) * 1e3,
         stop_string=answer.stop_string,
+        seed=answer.seed,
     )

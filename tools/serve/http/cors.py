@@ -17,7 +17,8 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.serve.http.errors import ApiError
 
 ANY = "*"
-_EXPOSED_HEADERS = ("retry-after", "www-authenticate", "x-edgellm-ignored")
+IGNORED, SEED = "x-edgellm-ignored", "x-edgellm-seed"  # headers of responses
+_EXPOSED_HEADERS = ("retry-after", "www-authenticate", IGNORED, SEED)
 
 
 def read_origins(given: Sequence[str]) -> frozenset[str]:

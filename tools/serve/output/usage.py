@@ -26,6 +26,7 @@ def together(figures: Sequence[Finished], *, of_one: int = 1) -> Finished:
         completion_tokens=sum(one.completion_tokens for one in figures),
         rounds=tuple(chain.from_iterable(one.rounds for one in figures)),
         queue_ms=figures[0].queue_ms,
+        seed=figures[0].seed,
         first_token_ms=first_ms,
         generation_ms=last_ms - first_ms,
     )
@@ -57,7 +58,7 @@ def acceptance(figures: Finished) -> dict[str, Any]:
 
 
 def timing(figures: Finished) -> dict[str, Any]:
-    """Times in ms, and vLLM's per-request record of speculation, which AIPerf reads."""
+    """Times in ms, the first sequence's seed, and vLLM's record of speculation for AIPerf."""
     decoded = figures.completion_tokens - 1
     seconds = figures.generation_ms / 1e3
     times: dict[str, Any] = {
@@ -66,6 +67,8 @@ def timing(figures: Finished) -> dict[str, Any]:
         "generation_time_ms": figures.generation_ms,
         "tokens_per_second": decoded / seconds if decoded > 0 and seconds else None,
     }
+    if figures.seed is not None:
+        times["seed"] = figures.seed
     if figures.rounds:
         times["speculative_decoding"] = _record(figures)
     return times

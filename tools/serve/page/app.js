@@ -70,7 +70,7 @@ function request() {
   const head = system ? [{ role: "system", content: system }] : [];
   return {
     messages: [...head, ...messages],
-    temperature: Number($("temperature").value),
+    temperature: $("temperature").value === "" ? null : Number($("temperature").value),
     max_tokens: Math.max(1, Math.round(Number($("tokens").value)) || 256),
     stream: true,
     stream_options: { include_usage: true, include_tokens: true },

@@ -24,6 +24,7 @@ _Fields = dict[str, Any]
 _PER_MS = 1_000_000
 # Options of loading a model, which is loaded already.
 LOADING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap")
+_UNLIMITED = 2**31 - 1  # tokens
 LATEST = ":latest"  # suffix that Ollama's clients add to a name
 
 
@@ -51,12 +52,9 @@ class Options(_Sampling):
     def sampled(self) -> _Fields:
         """The fields of `Sampled`."""
         maximum = self.num_predict
-        return {
-            "max_tokens": maximum if maximum is not None and maximum > 0 else None,
-            "stop": self.stop,
-            **_FORM.defaults,
-            **_FORM.given(self),
-        }
+        if maximum is not None and maximum <= 0:
+            maximum = _UNLIMITED
+        return {"max_tokens": maximum, "stop": self.stop, **_FORM.given(self)}
 
     def ignored(self) -> list[str]:
         """What was given and has no effect."""
@@ -163,7 +161,7 @@ class OllamaChat(_OllamaBody):
         found["messages"] = [message.as_openai() for message in self.messages]
         if self.tools:
             found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        return ChatRequest.model_validate(found)
+        return ChatRequest.model_validate(found).with_defaults(_FORM.defaults)
 
 
 class OllamaGenerate(_OllamaBody):
@@ -183,7 +181,8 @@ class OllamaGenerate(_OllamaBody):
         if self.system:
             messages.insert(0, OllamaMessage(role="system", content=self.system))
         found = [message.as_openai() for message in messages]
-        return ChatRequest.model_validate(self._fields() | self._thinks() | {"messages": found})
+        given = self._fields() | self._thinks() | {"messages": found}
+        return ChatRequest.model_validate(given).with_defaults(_FORM.defaults)
 
     def as_completion(self) -> CompletionRequest:
         """Convert a raw prompt to a completion request.
@@ -194,7 +193,8 @@ class OllamaGenerate(_OllamaBody):
         if self.images or self.system:
             name = "images" if self.images else "system"
             raise ApiError(400, f"{name}: a raw prompt is taken as it is", param=name)
-        return CompletionRequest.model_validate(self._fields() | {"prompt": self.prompt})
+        given = self._fields() | {"prompt": self.prompt}
+        return CompletionRequest.model_validate(given).with_defaults(_FORM.defaults)
 
 
 class OllamaWriter(OneText):

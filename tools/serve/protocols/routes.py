@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.http.errors import MESSAGES, RESPONSES
 from edgellm.tools.serve.output.chat_output import ChatOutput
 from edgellm.tools.serve.output.streams import Writer
@@ -52,6 +53,11 @@ class _Conversation:
         end = await chat.prompt_end(self._ask, body, served.llm)
         return ChatOutput(body, served.llm, prompt_end=end)
 
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of the request, after `output`."""
+        return self._ask.sampling
+
     async def respond(
         self, request: Request, writer: Writer, ignored: Sequence[str] = ()
     ) -> Response:
@@ -86,7 +92,9 @@ def _add_responses(app: FastAPI, engines: EnginePool) -> None:
         """Respond to a conversation, in the form of OpenAI's Responses."""
         asked = await _Conversation.of(engines, body.as_chat(), request)
         answer = await asked.output()
-        writer = ResponsesWriter(body=body, answer=answer, llm=asked.llm, model=asked.model)
+        writer = ResponsesWriter(
+            body=body, answer=answer, llm=asked.llm, model=asked.model, sampling=asked.sampling
+        )
         return await asked.respond(request, writer, body.ignored())
 
 
@@ -107,7 +115,7 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
             return await asked.respond(request, writer, body.ignored())
         given = body.as_completion()
         served = await engines.of(given.model, request)
-        asks = completions.asks_of(given, served.lora)
+        asks = completions.asks_of(given, served.llm.defaults, served.lora)
         asks = [replace(ask, max_tokens=given.max_tokens) for ask in asks]
         writer = OllamaWriter(None, served.name, chats=False)
         streams, ignored = body.stream, body.ignored()

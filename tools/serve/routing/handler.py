@@ -14,6 +14,7 @@ from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
 from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Call, Connection
 from edgellm.tools.serve.engines.worker import Worker
+from edgellm.tools.serve.http.cors import IGNORED, SEED
 from edgellm.tools.serve.output.streams import Writer, answer
 from edgellm.tools.serve.schemas.openai import Sampled
 from edgellm.tools.serve.settings import Settings
@@ -61,13 +62,16 @@ class EngineHandler:
         streams: bool,
         ignored: Sequence[str] = (),
     ) -> Response:
-        """Queues a request and responds; a header lists the ignored fields."""
+        """Queues a request and responds; headers have the ignored fields and the first seed."""
         call = self.call(asks, request)
         for name in ignored:
             if name not in self.warned:
                 self.warned.add(name)
                 _log.warning("requests have %s, which is ignored; logged once", name)
-        headers = {"x-edgellm-ignored": ", ".join(ignored)} if ignored else {}
+        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        seeds = [ask.sampling.seed for ask in asks if isinstance(ask, EngineRequest)]
+        if seeds and seeds[0] is not None:
+            headers[SEED] = str(seeds[0])
         return await answer(call, writer, request, headers, streams=streams)
 
     async def respond_openai(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.engine.template_flags import (
     GIVEN,
     THINKING,
@@ -21,8 +22,17 @@ from edgellm.device_runtime.sampling.params import (
 )
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve.schemas.response_format import Body, Formed
-from edgellm.tools.serve.schemas.sampling import AnySeed, SamplingForm, Temperature, TopK
+from edgellm.tools.serve.schemas.sampling import (
+    NEUTRAL,
+    AnySeed,
+    SamplingForm,
+    Temperature,
+    TopK,
+)
 from edgellm.tools.serve.schemas.tools import Tool, Tooled
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MAX_PROMPTS, MAX_CHOICES = 256, 16
 WITHOUT_EFFECT = (
@@ -55,6 +65,8 @@ _Sampling = FORM.model(Formed)
 class Sampled(_Sampling):
     """Common fields of chat and completion requests."""
 
+    _defaults: Mapping[str, Any] = PrivateAttr(default_factory=lambda: NEUTRAL)
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -83,10 +95,19 @@ class Sampled(_Sampling):
         del tokenizer
         return [name for name in WITHOUT_EFFECT if getattr(self, name) is not None]
 
-    def sampling(self, num_logprobs: int | None, guide: Guide | None) -> SamplingParams:
-        """Sampling options with OpenAI's defaults: temperature 1, the whole vocabulary."""
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """Set the defaults of the request's protocol, in place of OpenAI's."""
+        self._defaults = defaults
+        return self
+
+    def sampling(
+        self, engine: GenerationDefaults, num_logprobs: int | None, guide: Guide | None
+    ) -> SamplingParams:
+        """Sampling options; OpenAI's defaults are temperature 1 and the whole vocabulary."""
         return FORM.params(
             self,
+            engine,
+            self._defaults,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             guide=guide,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.sampling.params import OPTIONS, SamplingParams
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -16,11 +16,15 @@ TopK = Annotated[int, Field(ge=-1)]  # vLLM's; -1 and 0 keep all tokens
 AnySeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 ModelT = TypeVar("ModelT", bound=BaseModel)
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}  # samples from the model's distribution
+GREEDY = {**NEUTRAL, "temperature": 0.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingForm:
-    """How a protocol names, types and defaults the sampling options; null is the default."""
+    """How a protocol names and types the sampling options; null is the default.
+
+    `defaults` are the protocol's, for options that neither the engine nor the server gives.
+    """
 
     prefix: str = ""  # of all names
     names: Mapping[str, str] = field(default_factory=dict)  # the protocol's own, by option
@@ -47,15 +51,20 @@ class SamplingForm:
         values = {option: getattr(body, self.name(option)) for option in OPTIONS}
         return {option: value for option, value in values.items() if value is not None}
 
-    def params(self, body: BaseModel, **more: Any) -> SamplingParams:
+    def params(
+        self, body: BaseModel, engine: GenerationDefaults, own: Mapping[str, Any], **more: Any
+    ) -> SamplingParams:
         """Sampling parameters of a request; without a seed, a random one.
 
         Args:
             body: the request.
+            engine: defaults of the engine and the server.
+            own: the protocol's defaults.
             more: values that take precedence, and parameters that are not in `OPTIONS`.
         """
-        values = {**self.defaults, **self.given(body), **more}
-        values["top_k"] = max(values["top_k"], 0)
-        seed = values.get("seed")
-        values["seed"] = secrets.randbits(63) if seed is None else seed % 2**63
-        return SamplingParams(**values)
+        values = {**self.given(body), **more}
+        if "top_k" in values:
+            values["top_k"] = max(values["top_k"], 0)
+        if "seed" in values:
+            values["seed"] %= 2**63
+        return engine.params(values, own)

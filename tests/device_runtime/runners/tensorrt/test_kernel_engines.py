@@ -35,7 +35,7 @@ from edgellm.device_runtime.speculate.policy.spec_budget import SpecCredit
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"
 GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=1.0)
+SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=1.0, seed=42)
 CODES = tuple(KV_DTYPES)
 
 
@@ -282,7 +282,11 @@ def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeyp
         (GREEDY, 30, 1),  # to the end of the cache
         (dataclasses.replace(SAMPLED, seed=5), 14, 1),
         (dataclasses.replace(GREEDY, repetition_penalty=1.3), 9, 2),
-        (SamplingParams(temperature=1.5, top_k=0, top_p=1.0), 8, 1),  # more than the device picks
+        (
+            SamplingParams(temperature=1.5, top_k=0, top_p=1.0, seed=42),
+            8,
+            1,
+        ),  # more than the device picks
         (dataclasses.replace(SAMPLED, num_logprobs=2), 3, 3),
         (GREEDY, 2, 1),
         (dataclasses.replace(SAMPLED, temperature=0.7, seed=9), 11, 4),

@@ -23,8 +23,10 @@ from edgellm.device_runtime.speculate.policy.spec_budget import SpecCredit
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = "w83 w64 w53 w32 w35 w12 w15"  # its outputs are long
 GREEDY = SamplingParams(temperature=0.0)
-SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01)
-WHOLE = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)  # more tokens than the device picks
+SAMPLED = SamplingParams(temperature=1.5, top_k=20, top_p=0.95, min_p=0.01, seed=42)
+WHOLE = SamplingParams(
+    temperature=1.5, top_k=0, top_p=1.0, seed=42
+)  # more tokens than the device picks
 CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (0, 1, 2))
 SHAPES = {
     "large": SpecOptions(top_k=5, steps=4, verify_size=20, tree="fixed"),

@@ -72,7 +72,7 @@ async def _infer(served: EngineHandler, request: Request) -> Response:
     body = found.body
     body.require_path(streams=False)
     writer = GenerateWriter(body, served.name, streams=False)
-    call = served.call([body.ask(served.lora)], request)
+    call = served.call([body.ask(served.llm.defaults, served.lora)], request)
     try:
         content, headers = infer.answer(found, await collect(call, writer))
     except DisconnectedError:

@@ -253,7 +253,8 @@ class Service:
         connection = _Connection(leases, request.ByteSize())
         served = await self._engines.of(request.model_name, connection)
         writer = GenerateWriter(body, served.name, streams=streams)
-        return served.call([body.ask(served.lora)], connection), writer
+        asks = [body.ask(served.llm.defaults, served.lora)]
+        return served.call(asks, connection), writer
 
 
 class GrpcServer:

@@ -59,7 +59,7 @@ async def ask_of(
     continuation.continues(messages, flags)  # `placed` may turn calls of tools into text
     return EngineRequest(
         prompt=tool_calls.placed(template, messages, flags.get("tools", ())),
-        sampling=body.sampling(_num_logprobs(body), _form(body, llm)),
+        sampling=body.sampling(llm.defaults, _num_logprobs(body), _form(body, llm)),
         max_tokens=body.max_completion_tokens or body.max_tokens,
         stop=body.stops(),
         images=images,

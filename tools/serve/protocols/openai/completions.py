@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.tools.serve.engines.ask import EngineRequest
@@ -19,10 +20,18 @@ from edgellm.tools.serve.schemas.openai import CompletionRequest, StreamOptions
 DEFAULT_TOKENS = 16  # OpenAI's
 
 
-def asks_of(body: CompletionRequest, lora: str | None = None) -> list[EngineRequest]:
-    """The engine requests of all prompts; raises as `CompletionRequest.form`."""
-    sampling = body.sampling(body.logprobs, body.form())
-    maximum = body.max_tokens or DEFAULT_TOKENS
+def asks_of(
+    body: CompletionRequest, defaults: GenerationDefaults, lora: str | None = None
+) -> list[EngineRequest]:
+    """The engine requests of all prompts; raises as `CompletionRequest.form`.
+
+    Args:
+        body: the request.
+        defaults: of the engine and the server.
+        lora: name of the LoRA adapter.
+    """
+    sampling = body.sampling(defaults, body.logprobs, body.form())
+    maximum = body.max_tokens or defaults.max_generate_length or DEFAULT_TOKENS
     of_prompt = body.logprobs if body.echo else None
     prompts = (p if isinstance(p, str) else tuple(p) for p in body.prompts())
     asks = (

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.schemas.openai import FORM, ChatRequest
 from edgellm.tools.serve.schemas.response_format import AnyJson, Body, FreeText
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
@@ -260,20 +261,19 @@ class ResponsesRequest(_Sampling):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
         return self.tool_choice
 
-    def echoed(self) -> _Fields:
-        """Fields of the request that the response repeats."""
-        sampled = {**FORM.defaults, **FORM.given(self)}
+    def echoed(self, sampling: SamplingParams) -> _Fields:
+        """Fields of the request that the response repeats, with its sampling parameters."""
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": _dumped(self.reasoning) or {"effort": None, "summary": None},
-            "temperature": sampled["temperature"],
+            "temperature": sampling.temperature,
             "text": _dumped(self.text) or {"format": {"type": "text"}},
             "tool_choice": _dumped(self.tool_choice) or "auto",
             "tools": [_dumped(tool) for tool in self.tools or ()],
-            "top_p": sampled["top_p"],
+            "top_p": sampling.top_p,
         }
 
 

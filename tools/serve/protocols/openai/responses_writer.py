@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.device_runtime.api.llm import LLM, Step
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import NAMED_EVENTS
@@ -61,7 +62,15 @@ class ResponsesWriter(PartWriter):
     framing, last = NAMED_EVENTS, b""
     thought_kind, text_kind = "reasoning", "message"
 
-    def __init__(self, *, body: ResponsesRequest, answer: ChatOutput, llm: LLM, model: str) -> None:
+    def __init__(
+        self,
+        *,
+        body: ResponsesRequest,
+        answer: ChatOutput,
+        llm: LLM,
+        model: str,
+        sampling: SamplingParams,
+    ) -> None:
         self._answer, self._llm, self._output = answer, llm, _Output()
         self._number = -1  # of the last event
         self._head: _Event = {
@@ -74,7 +83,7 @@ class ResponsesWriter(PartWriter):
             "store": False,
             "previous_response_id": None,
             "truncation": "disabled",
-            **body.echoed(),
+            **body.echoed(sampling),
         }
 
     def begin(self, started: Started) -> list[_Event]:

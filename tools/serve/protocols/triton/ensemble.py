@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.schemas.openai import Stop, TokenId
 from edgellm.tools.serve.schemas.response_format import Body
-from edgellm.tools.serve.schemas.sampling import SamplingForm, Temperature
+from edgellm.tools.serve.schemas.sampling import GREEDY, NEUTRAL, SamplingForm, Temperature
 
 _SHARED = ("stream", "exclude_input_in_output")  # also fields of vLLM's backend
 
@@ -57,14 +58,13 @@ class EnsembleParameters(_Sampling):
         own = EnsembleParameters.model_fields.keys() - {*_SHARED}
         return sorted(own & self.model_fields_set)
 
-    def ensemble_sampling(self) -> SamplingParams:
-        """The sampling options."""
+    def ensemble_sampling(self, engine: GenerationDefaults) -> SamplingParams:
+        """The sampling options; `engine`: defaults of the engine and the server."""
         given = FORM.given(self)
-        more: dict[str, Any] = {"top_p": given.get("top_p") or 1.0}
-        if not (given.get("top_p") or given.get("top_k", 0) > 1 or "temperature" in given):
-            more["temperature"] = 0.0
-        if "seed" not in given:
+        more: dict[str, Any] = {"top_p": given["top_p"] or 1.0} if "top_p" in given else {}
+        samples = given.get("top_p") or given.get("top_k", 0) > 1 or "temperature" in given
+        if "seed" not in given and self.seed is not None:
             more["seed"] = self.seed
         if self.end_id is not None:
             more["stop_token_ids"] = (self.end_id,)
-        return FORM.params(self, **more)
+        return FORM.params(self, engine, NEUTRAL if samples else GREEDY, **more)

@@ -1,7 +1,7 @@
 """Triton's generate extension: inputs and outputs of TensorRT-LLM's and vLLM's backends.
 
-The defaults are the backends': TensorRT-LLM is greedy unless temperature, top-p or top-k is given,
-vLLM samples. An output starts with its prompt, except in vLLM's streams.
+Defaults that the engine does not give are the backends': TensorRT-LLM is greedy unless temperature,
+top-p or top-k is given, vLLM samples. An output starts with its prompt, except in vLLM's streams.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.sampling.params import MAX_STOPS, SamplingParams
 from edgellm.tools.serve.engines.ask import EngineRequest
@@ -20,7 +21,7 @@ from edgellm.tools.serve.output.usage import acceptance
 from edgellm.tools.serve.protocols.triton.ensemble import EnsembleParameters
 from edgellm.tools.serve.schemas.openai import Stop, TokenId
 from edgellm.tools.serve.schemas.response_format import Body
-from edgellm.tools.serve.schemas.sampling import SamplingForm, Temperature, TopK
+from edgellm.tools.serve.schemas.sampling import GREEDY, NEUTRAL, SamplingForm, Temperature, TopK
 
 TENSORRT_TOKENS, VLLM_TOKENS = 32, 16
 _Maximum = Annotated[int, Field(ge=1)]
@@ -36,13 +37,14 @@ class VllmParameters(_VllmSampling):
 
     stream: bool | None = None
     exclude_input_in_output: bool | None = None
-    max_tokens: _Maximum = VLLM_TOKENS
+    max_tokens: _Maximum | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
 
-    def sampling(self) -> SamplingParams:
-        """The sampling options."""
-        return _VLLM.params(self, stop_token_ids=tuple(self.stop_token_ids or ()))
+    def sampling(self, engine: GenerationDefaults) -> SamplingParams:
+        """The sampling options; `engine`: defaults of the engine and the server."""
+        ends = tuple(self.stop_token_ids or ())
+        return _VLLM.params(self, engine, NEUTRAL, stop_token_ids=ends)
 
 
 class GenerateRequest(_TensorRTSampling):
@@ -66,8 +68,12 @@ class GenerateRequest(_TensorRTSampling):
         given = {"stream", "parameters", "exclude_input_in_output"} & self.model_fields_set
         return bool(given) and not self.of_ensemble()
 
-    def ask(self, lora: str | None = None) -> EngineRequest:
-        """The engine request, with the LoRA adapter `lora`.
+    def ask(self, defaults: GenerationDefaults, lora: str | None = None) -> EngineRequest:
+        """The engine request.
+
+        Args:
+            defaults: of the engine and the server.
+            lora: name of the LoRA adapter.
 
         Raises:
             ApiError: parameters of several backends are mixed.
@@ -84,38 +90,40 @@ class GenerateRequest(_TensorRTSampling):
                 param=min(forms[0]),
             )
         if of_ensemble:
-            maximum = self.max_tokens or TENSORRT_TOKENS
+            maximum = self.max_tokens or defaults.max_generate_length or TENSORRT_TOKENS
             stops = _stops(self.stop_words)
             return EngineRequest(
                 prompt=self.text_input,
-                sampling=self.ensemble_sampling(),
+                sampling=self.ensemble_sampling(defaults),
                 max_tokens=maximum,
                 stop=stops,
                 lora=lora,
             )
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
+            maximum = given.max_tokens or defaults.max_generate_length or VLLM_TOKENS
             stops = _stops(given.stop)
             return EngineRequest(
                 prompt=self.text_input,
-                sampling=given.sampling(),
-                max_tokens=given.max_tokens,
+                sampling=given.sampling(defaults),
+                max_tokens=maximum,
                 stop=stops,
                 lora=lora,
             )
-        maximum = self.sampling_param_max_tokens or TENSORRT_TOKENS
+        maximum = self.sampling_param_max_tokens or defaults.max_generate_length
+        maximum = maximum or TENSORRT_TOKENS
         stops = _stops(self.sampling_param_stop)
         return EngineRequest(
             prompt=self.text_input,
-            sampling=self._sampling(),
+            sampling=self._sampling(defaults),
             max_tokens=maximum,
             stop=stops,
             lora=lora,
         )
 
-    def _sampling(self) -> SamplingParams:
-        is_greedy = not {"temperature", "top_p", "top_k"} & _TENSORRT.given(self).keys()
-        return _TENSORRT.params(self, **({"temperature": 0.0} if is_greedy else {}))
+    def _sampling(self, engine: GenerationDefaults) -> SamplingParams:
+        samples = {"temperature", "top_p", "top_k"} & _TENSORRT.given(self).keys()
+        return _TENSORRT.params(self, engine, NEUTRAL if samples else GREEDY)
 
     def require_path(self, *, streams: bool) -> None:
         """Raise `ApiError` if the body's stream fields contradict the path."""

@@ -52,7 +52,7 @@ class TritonPythonModel:
         body = request_of(map(_tensor, request.inputs()), request.request_id())
         streams = bool(body.stream or body.streaming)
         writer = GenerateWriter(body, "", streams=streams)
-        answer = ask.start(self._llm, body.ask())
+        answer = ask.start(self._llm, body.ask(self._llm.defaults))
         pieces = writer.begin()
         for step in answer:
             if request.is_cancelled():
