@@ -33,7 +33,6 @@ KvCapacity = Annotated[
     int,
     typer.Option(
         "--maxKVCacheCapacity",
-        "--maxKvCacheCapacity",
         min=2,
         help="Set the longest sequence, the prompt and its output together. Default: "
         "{default} tokens.",

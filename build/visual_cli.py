@@ -33,7 +33,7 @@ from edgellm.core.cli import CAMEL_CASE, App, Overwrite, run_command
 from edgellm.core.commands.launch import NOTHING_HALF_WRITTEN
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.commands.progress import shown
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import require_choice
 
 app = App(CAMEL_CASE)
 MinImageTokens = Annotated[
@@ -108,8 +108,7 @@ def visual_build(
     from edgellm.build.plan import image_plan
     from edgellm.build.resource_estimate import predict
 
-    if quantize not in ("none", "int8"):
-        raise EdgeLLMError(f"--quantize {quantize}: give none or int8")
+    require_choice("--quantize", quantize, ("none", "int8"))
     name = choose_backend(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     flags["--fallbackPrecision"] = fallback_precision or None

@@ -22,11 +22,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
 from edgellm.core.commands.launch import INTERRUPTED_CODE, NOTHING_HALF_WRITTEN
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, fold_name, suggestion
 
-# Accepted spellings of flags: --engine-dir is --engineDir, --model-dir is --model_dir.
-CAMEL_CASE = {"token_normalize_func": lambda name: re.sub("-(.)", lambda m: m[1].upper(), name)}
-SNAKE_CASE = {"token_normalize_func": lambda name: name.replace("-", "_")}
+# How a command spells its flags. Users may spell each as --maxInputLen, --max_input_len or
+# --max-input-len, whatever the command does.
+CAMEL_CASE = SNAKE_CASE = {"token_normalize_func": fold_name}
+_NO_CHOICE = re.compile("'([^']*)' is not one of (.*)")
+_UsageError: Any = typer.BadParameter.__base__  # of click, which new versions of typer contain
 _MAX_MESSAGE = 2000  # characters
 _COMPLETION = ("install_completion", "show_completion")  # parameters that typer adds
 _AGAIN_S = 0.01  # after which an interrupt comes again
@@ -90,6 +92,16 @@ class _Group(TyperGroup):
             with formatter.section(panel):
                 named = self.owner.subcommands.items()
                 formatter.write_dl([(name, one.help) for name, one in named if one.panel == panel])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a subcommand; an unknown one gets a suggestion."""
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            names = self.list_commands(ctx)
+            words = (suggestion(args[0], names), f"commands: {', '.join(names)}")
+            message = error.format_message().partition(". Did you mean")[0].rstrip(".")
+            raise EdgeLLMError(message, hint=" ".join(filter(None, words))) from None
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - of typer
         """Write the examples as they are, unwrapped."""
@@ -178,14 +190,18 @@ class App(typer.Typer):
 
             def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
                 """Reject empty paths, which `Path` takes as the current folder."""
-                flags = {flag for one in self.params if one.name in paths for flag in one.opts}
-                normalize = ctx.token_normalize_func or str
+                params = [one for one in self.params if one.name in paths]
+                flags = {fold_name(flag) for one in params for flag in one.opts}
                 for flag, value in itertools.zip_longest(args, args[1:]):
                     name, equals, rest = flag.partition("=")
-                    known = f"--{normalize(name.lstrip('-'))}" in flags
+                    known = name.startswith("--") and fold_name(name) in flags
                     if known and (rest if equals else value) == "":
                         raise EdgeLLMError(f"{name}: the path is empty", hint="give a path")
-                return super().parse_args(ctx, args)
+                given = [*args]
+                try:
+                    return super().parse_args(ctx, args)
+                except _UsageError as error:
+                    raise _usage_error(error, self, ctx, given) from None
 
             def format_options(self, ctx: Any, formatter: Any) -> None:
                 """Write the flags by group; typer does so with rich only, which is slow."""
@@ -210,6 +226,25 @@ class App(typer.Typer):
         command.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
         command.__annotations__ = {one.name: one.annotation for one in merged}
         return command
+
+
+def _usage_error(error: Any, command: Any, ctx: Any, given: Sequence[str]) -> EdgeLLMError:
+    """A fault in a command line as one line, with the name or value that was probably meant."""
+    message = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    meant = ""
+    option = getattr(error, "option_name", "") or ""  # folded
+    names = (word.partition("=")[0] for word in given if word.startswith("-"))
+    name = next((one for one in names if fold_name(one) == fold_name(option)), option)
+    if hasattr(error, "possibilities"):  # an unknown flag
+        message = f"No such option: {name}"
+        flags = [flag for one in command.params for flag in (*one.opts, *one.secondary_opts)]
+        meant = suggestion(name, (flag for flag in flags if flag.startswith("--")))
+    elif match := _NO_CHOICE.search(message):
+        meant = suggestion(match[1], re.findall("'(.*?)'", match[2]))
+    elif option:
+        message = message.replace(option, name)
+    help_line = f"{ctx.command_path} --help lists the flags"
+    return EdgeLLMError(message, hint=" ".join(filter(None, (meant, help_line))))
 
 
 def _write_examples(formatter: Any, lines: Iterable[str]) -> None:

@@ -7,7 +7,13 @@ library only.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from typing import Any
+
+_STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
+_SPACE, _NEXT = re.compile(r"\s*"), re.compile(r"[\s:,]*")
+_DECODER = json.JSONDecoder()
 
 
 class DuplicateKeyError(ValueError):
@@ -53,6 +59,40 @@ def _find(value: Any, twice: dict[int, str]) -> str:
         elif isinstance(found, list):
             left += [(f"{path}[{at}]", below) for at, below in reversed([*enumerate(found)])]
     raise AssertionError("every object with such a key is below the top or displaced by another")
+
+
+def line_of(text: str, path: str) -> int:
+    """The line, from 1, of a value in a JSON text, or of the last step of its path that exists.
+
+    Args:
+        text: the JSON, which parses.
+        path: from the top, as in "$.requests[0].messages".
+    """
+    begin, at = 0, _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches anything
+    for key, index in _STEPS.findall(path):
+        found = _entries(text, at)
+        wanted = key if key else int(index)
+        place = next((one for one in found if one[0] == wanted), None)
+        if place is None:
+            break
+        _, begin, at = place
+    return text.count("\n", 0, begin) + 1
+
+
+def _entries(text: str, at: int) -> Iterator[tuple[str | int, int, int]]:
+    """Keys or indices of an object or list at `at`: each with its begin, and its value's."""
+    is_object, count = text[at : at + 1] == "{", 0
+    if not is_object and text[at : at + 1] != "[":
+        return
+    at = _NEXT.match(text, at + 1).end()  # type: ignore[union-attr]
+    while at < len(text) and text[at] not in "}]":
+        begin, key = at, count
+        if is_object:
+            key, at = _DECODER.raw_decode(text, at)
+            at = _NEXT.match(text, at).end()  # type: ignore[union-attr]
+        yield key, begin, at
+        at = _NEXT.match(text, _DECODER.raw_decode(text, at)[1]).end()  # type: ignore[union-attr]
+        count += 1
 
 
 def _step(key: str) -> str:

@@ -201,7 +201,7 @@ def _run(
         ):
             for answered in _run_all(llm, options, requests, run, outputs, held, stream=stream):
                 run.add(answered)
-                _report(answered.index, answered.response)
+                _report(answered.index, answered.response, outputs.source)
                 advance()
     except KeyboardInterrupt:
         if run.answered:
@@ -298,11 +298,11 @@ class _Printer:
             del self._texts[index]
 
 
-def _report(index: int, response: dict[str, Any]) -> None:
+def _report(index: int, response: dict[str, Any], source: Path | None) -> None:
     for line in response.get("warnings", ()):
         typer.echo(f"warning: request {index}: {line}", err=True)
     if "error" in response:
-        _print_failure(index, response["error"])
+        _print_failure(index, response["error"], source)
 
 
 def _print(text: str) -> None:
@@ -315,9 +315,11 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_failure(index: int, error: dict[str, str]) -> None:
+def _print_failure(index: int, error: dict[str, str], source: Path | None) -> None:
+    from edgellm.device_runtime.requests.request_file import located
+
     hint = f" ({error['hint']})" if "hint" in error else ""
-    typer.echo(f"request {index} failed: {error['message']}{hint}", err=True)
+    typer.echo(f"request {index} failed: {located(source, error['message'])}{hint}", err=True)
 
 
 def _progress(total: int, done: int, *, hidden: bool) -> Any:

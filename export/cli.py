@@ -16,7 +16,7 @@ import typer
 from edgellm.core.cli import NOTHING_HALF_WRITTEN, SNAKE_CASE, App, Overwrite, numbers, run_command
 from edgellm.core.commands.output_folder import OutputKey, finished_line, is_finished
 from edgellm.core.commands.progress import share_of, shown
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, require_choice
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, load_bundle
 from edgellm.core.model_spec import DraftSpec
 
@@ -25,10 +25,28 @@ if TYPE_CHECKING:
 
 app = App(SNAKE_CASE, no_args_is_help=True)
 
+# Names of other programs for the types of activations.
+_DTYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+
+
+def _read_dtype(name: str) -> str:
+    if name in ("bf16", "bfloat16"):
+        raise EdgeLLMError(
+            f"--dtype {name}: engines compute activations in fp16 or fp32",
+            hint="give fp32, which has the range of bf16, or fp16, which is faster",
+        )
+    dtype = _DTYPES.get(name, name)
+    require_choice("--dtype", dtype, ("fp16", "fp32"))
+    return dtype
+
+
 DType = Annotated[
     str,
     typer.Option(
-        "--dtype", help="Choose the type of activations: fp16 or fp32.", rich_help_panel="Model"
+        "--dtype",
+        callback=_read_dtype,
+        help="Choose the type of activations: fp16 (float16, half) or fp32 (float32).",
+        rich_help_panel="Model",
     ),
 ]
 Pooling = Annotated[
@@ -210,7 +228,6 @@ def llm(
     from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.resolve import open_checkpoint
 
-    _expect_dtype(dtype)
     verdict: list[str] = []
     if verify:
         from edgellm.export.pipeline.verify import require_host
@@ -290,7 +307,6 @@ def draft(
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
     from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
-    _expect_dtype(dtype)
     start = time.perf_counter()
     options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
     key = _key("draft", options, draft=draft_model_dir, base=base_model_dir)
@@ -367,9 +383,7 @@ def visual(
     from edgellm.export.pipeline.resolve import open_checkpoint
     from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
-    _expect_dtype(dtype)
-    if quantization not in ("none", "fp8", "int8"):
-        raise EdgeLLMError(f"--quantization {quantization}: give none, fp8 or int8")
+    require_choice("--quantization", quantization, ("none", "fp8", "int8"))
     start = time.perf_counter()
     options = VisualOptions(dtype, _split(ignore_config_keys), quantization)
     key = _key("visual", options, model_dir=model_dir)
@@ -444,11 +458,6 @@ def _say_contradiction(manifest: Bundle) -> None:
 
     if stated := contradiction(manifest.provenance):
         typer.echo(f"warning: {stated}: exported as floats", err=True)
-
-
-def _expect_dtype(dtype: str) -> None:
-    if dtype not in ("fp16", "fp32"):
-        raise EdgeLLMError(f"--dtype {dtype}: give fp16 or fp32")
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -212,3 +212,55 @@ def test_a_hangup_that_nohup_ignores_stays_so(tmp_path, before, code):
     prepare = partial(signal.signal, signal.SIGHUP, before)
     result = subprocess.run(words, capture_output=True, check=False, preexec_fn=prepare)
     assert result.returncode == code
+
+
+@pytest.mark.parametrize("flag", ["--someWord", "--some_word", "--some-word", "--someword"])
+def test_all_spellings_of_a_flag_work(run, capsys, flag):
+    assert run(EdgeLLMError("x"), flag, "said") == 2
+    assert run(EdgeLLMError("x"), f"{flag}=said") == 2
+    assert capsys.readouterr().out == "said\nsaid\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault", "hint"),
+    [
+        ("llm_inference --temprature 3", "No such option: --temprature", "--temperature?"),
+        ("llm_inference --engine_dri=x", "No such option: --engine_dri", "--engineDir?"),
+        ("llm_inference --max_tokens", "'--max_tokens' requires an argument", "--help lists"),
+        ("llm_inference --inputFile /no", "Missing option '--engineDir'", "--help lists"),
+        ("llm_inference --engineDir x --inputFile /no --outputFile y", "cannot read /no", "a JSON"),
+        ("llm_inference --engineDir x --prompt y --spec egle", "--spec egle: give", "eagle?"),
+        ("llm_build --max-kv-cache-capacity x", "'--maxKVCacheCapacity'", "--help lists"),
+        ("llm_build --backend tensort --onnxDir x --engineDir y", "'tensort'", "tensorrt?"),
+        ("edgellm-export vsual", "No such command 'vsual'", "visual?"),
+        ("edgellm-export llm --model_dir x --output_dir y --dtype fp23", "fp16 or fp32", "fp32?"),
+        (
+            "edgellm-export llm --model_dir x --output_dir y --dtype bf16",
+            "fp16 or fp32",
+            "range of",
+        ),
+        ("edgellm-serve --engineDir x --generation_config modle", "'modle' is not one", "model?"),
+        ("edgellm-bench --engineDir x --output jsn", "--output jsn: give", "json?"),
+    ],
+)
+def test_what_was_meant_is_in_the_hint(command_here, line, fault, hint):
+    name, *words = line.split()
+    result = command_here(name, *words)
+    assert result.returncode == 2
+    assert_one_line_error(result, fault)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("hint: ")
+    assert hint in last
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("float16", "fp16"), ("half", "fp16"), ("fp32", "fp32"), ("float32", "fp32")],
+)
+def test_types_have_the_names_of_other_programs(
+    command_here, tiny_checkpoint, tmp_path, name, dtype
+):
+    flags = ("--model-dir", tiny_checkpoint, "--outputDir", tmp_path / "out", "--dtype", name)
+    result = command_here("edgellm-export", "llm", *flags)
+    assert result.returncode == 0, result.stderr
+    assert f"parameters, {dtype}, " in result.stdout

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from edgellm.core.command_help import COMMON, GROUPS, REST, group_flags
 from edgellm.core.commands.launch import MODULES
+from edgellm.core.errors import fold_name
 from edgellm.scripts.site.flags import commands
 
 APPS = dict(commands((ROOT / "pyproject.toml").read_text("utf-8")))
@@ -21,6 +22,12 @@ _LIMIT = 25  # words of a sentence
 def _groups(name: str) -> dict[str, list[tuple[str, str]]]:
     command = APPS[name]
     return group_flags(command, typer.Context(command, info_name=name), command.common_flags)
+
+
+@pytest.mark.parametrize("name", APPS)
+def test_no_two_flags_differ_by_spelling_alone(name):
+    flags = [{*map(fold_name, (*one.opts, *one.secondary_opts))} for one in APPS[name].params]
+    assert len(set.union(*flags)) == sum(map(len, flags))
 
 
 @pytest.mark.parametrize("name", APPS)

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.core.strict_json import DuplicateKeyError, parse
+from edgellm.core.strict_json import DuplicateKeyError, line_of, parse
 from edgellm.export.pipeline.resolve import open_checkpoint
 
 
@@ -59,3 +60,20 @@ def test_deep_nesting_is_an_error_of_the_value(text):
     """No RecursionError, which readers of files do not catch."""
     with pytest.raises(ValueError, match=r"nested too deeply|Expecting"):
         parse(text)
+
+
+@pytest.mark.parametrize("indent", [None, 0, 2])
+def test_lines_of_values(indent):
+    """The value of each path is a word that is once in the text."""
+    content = {
+        "a": {"b": ["w0", {"c": "w1", "d\n": [[], "w2"]}], 'e"': "w3"},
+        "requests": [{}, {"messages": [{"role": "w4"}]}, "w5"],
+    }
+    text = "\n\n " + json.dumps(content, indent=indent)
+    paths = ["$.a.b[0]", "$.a.b[1].c", "", "", "$.requests[1].messages[0].role", "$.requests[2]"]
+    for at, path in enumerate(paths):
+        if path:
+            assert line_of(text, path) == text[: text.index(f"w{at}")].count("\n") + 1
+    assert line_of(text, "$") == 1
+    assert line_of(text, "$.requests[7].x") == line_of(text, "$.requests")
+    assert line_of(text, "$.a.b[0].x") == line_of(text, "$.a.b[0]")

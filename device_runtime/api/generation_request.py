@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.core.errors import RequestError
+from edgellm.core.errors import RequestError, suggestion
 from edgellm.device_runtime.sampling.params import OPTIONS, SamplingParams
 from edgellm.device_runtime.validation import require_length
 from edgellm.multimodal.media import Source
@@ -105,8 +104,7 @@ class GenerationDefaults:
 
 def _unknown(name: str) -> RequestError:
     known = [*OPTIONS, *_LENGTH_NAMES]
-    close = difflib.get_close_matches(name, known, n=1)
-    start = f"did you mean {close[0]}? " if close else ""
+    words = (suggestion(name, known), f"options: {', '.join(known)}")
     return RequestError(
-        f"{name!r:.80} is not an option of generation", hint=f"{start}options: {', '.join(known)}"
+        f"{name!r:.80} is not an option of generation", hint=" ".join(filter(None, words))
     )

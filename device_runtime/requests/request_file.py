@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from edgellm.core.errors import RequestError
-from edgellm.core.strict_json import parse
+from edgellm.core.errors import RequestError, suggestion
+from edgellm.core.strict_json import line_of, parse
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.sampling.params import (
     LARGEST_BIAS,
@@ -24,6 +25,7 @@ from edgellm.multimodal.media import Source, Video
 
 _ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
 Role = Literal["system", "user", "assistant", "tool"]
+ContentKind = Literal["text", "image", "audio", "video"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 LogitBias = Annotated[  # by token id; JSON's keys are strings
@@ -37,7 +39,7 @@ _NOT_SUPPORTED = {
 class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     """One content item: text, or an image or video for engines with a visual encoder."""
 
-    type: Literal["text", "image", "audio", "video"]
+    type: ContentKind
     text: str | None = None
     image: str | None = None
     audio: str | None = None
@@ -173,6 +175,14 @@ def sampling_of(
     return (defaults or GenerationDefaults()).params(values)
 
 
+_PARTS: dict[str, type[msgspec.Struct]] = {  # objects in requests, by the field that holds them
+    "messages": Message,
+    "content": ContentItem,
+    "guided_decoding": GuidedDecoding,
+}
+_FIELD = re.compile(r"(\$(?:\.\w+|\[\d+\])*)(?::.* unknown field `(\w+)`)?")
+
+
 def read_file(path: Path) -> tuple[Options, list[Any]]:
     """The options of a request file and its raw requests, which are checked one by one.
 
@@ -182,7 +192,8 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
     try:
         document = parse(path.read_text("utf-8"))
     except OSError as error:
-        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+        hint = "give the path of a JSON file with `requests` as --inputFile"
+        raise RequestError(f"cannot read {path}: {error.strerror}", hint=hint) from None
     except json.JSONDecodeError as error:
         raise RequestError(
             f"{path} is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"
@@ -198,8 +209,23 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
     requests = document.pop("requests", None)
     if not isinstance(requests, list) or not requests:
         raise RequestError(f"{path}: $.requests must be a list with at least one request")
-    _require_text(document, "$")
-    return _convert(document, Options, "$"), requests
+    try:
+        _require_text(document, "$")
+        return _convert(document, Options, "$"), requests
+    except RequestError as error:
+        raise RequestError(located(path, str(error)), hint=error.hint) from None
+
+
+def located(path: Path | None, message: str) -> str:
+    """A message that begins with the path of a field, after the file's name and the line."""
+    field = _FIELD.match(message)
+    if path is None or field is None:
+        return message
+    try:
+        line = line_of(path.read_text("utf-8"), field[1] + "." + (field[2] or ""))
+    except (OSError, ValueError):  # it has changed
+        return message
+    return f"{path} line {line}: {message}"
 
 
 def parse_request(raw: Any, index: int) -> Request:
@@ -227,6 +253,19 @@ def _convert(raw: Any, kind: Any, place: str) -> Any:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        where = place + path.removesuffix("`")
-        roles = f"roles: {', '.join(get_args(Role))}" if where.endswith(".role") else ""
-        raise RequestError(f"{where}: {message[0].lower()}{message[1:]}", hint=roles) from None
+        path = path.removesuffix("`")
+        hint = _hint(message, path, kind)
+        raise RequestError(f"{place}{path}: {message[0].lower()}{message[1:]}", hint=hint) from None
+
+
+def _hint(message: str, path: str, kind: type[msgspec.Struct]) -> str:
+    """The known fields of an object, or the known values of a field, and which was meant."""
+    last = re.sub(r"\[\d+\]", "", path).rpartition(".")[2]
+    if match := re.match("Object contains unknown field `(.*)`", message):
+        known = _PARTS.get(last, kind).__struct_fields__
+        return " ".join(filter(None, (suggestion(match[1], known), f"fields: {', '.join(known)}")))
+    if match := re.match("Invalid enum value '(.*)'", message):
+        known = get_args(Role if last == "role" else ContentKind)
+        name = "roles" if last == "role" else "types"
+        return " ".join(filter(None, (suggestion(match[1], known), f"{name}: {', '.join(known)}")))
+    return f"roles: {', '.join(get_args(Role))}" if last == "role" else ""

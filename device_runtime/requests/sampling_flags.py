@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, with_flags
+from edgellm.core.cli import with_flags
 from edgellm.device_runtime.sampling.params import OPTIONS, Option
 
 
 def _flag(option: Option) -> tuple[str, Any, Any]:
-    name = "--" + CAMEL_CASE["token_normalize_func"](option.name.replace("_", "-"))
+    first, *rest = option.name.split("_")
+    name = "--" + first + "".join(map(str.capitalize, rest))
     bounds: dict[str, Any] = {"min": option.bounds.get("ge"), "max": option.bounds.get("le")}
     if option.default is None:
         default = "a random seed, which the output reports"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.core.cli import with_flags
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, require_choice
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.speculate.acceptance import Typical
@@ -243,9 +243,8 @@ class SpecFlags:
         from edgellm.device_runtime.speculate import drafter_registry
         from edgellm.device_runtime.speculate.options import OWN
 
-        if self.spec is not None and self.spec not in known:
-            words = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise EdgeLLMError(f"--spec {self.spec}: give {words}")
+        if self.spec is not None:
+            require_choice("--spec", self.spec, known)
         switches = {
             OWN: self.eagle and self.spec not in drafter_registry.owners(),
             "draft": self.draft_engine_dir is not None,
@@ -256,8 +255,8 @@ class SpecFlags:
         return wanted if self.spec is None else {*wanted, self.spec}
 
     def _tree(self, known: tuple[str, ...]) -> str:
-        if self.tree is not None and self.tree not in known:
-            raise EdgeLLMError(f"--eagleTree {self.tree}: give {' or '.join(known)}")
+        if self.tree is not None:
+            require_choice("--eagleTree", self.tree, known)
         given = {
             "--eagleTree": self.tree,
             "--eagleUseDynamicTree": self.use_dynamic_tree,

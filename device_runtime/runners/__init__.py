@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, suggestion
 from edgellm.core.manifest import DEVICES, Engine, library_of
 from edgellm.device_runtime.runners.runner import Runner
 
@@ -65,8 +65,8 @@ def resolve(name: str, device: str = "") -> str:
         return automatic(device)[0]
     found = next((each for each in (f"{name}_{device or DEVICES[0]}", name) if each in names()), "")
     if not found:
-        known = ", ".join(libraries())
-        raise EdgeLLMError(f"unknown backend {name!r}", hint=f"backends: {known}")
+        words = (suggestion(name, libraries()), f"backends: {', '.join(libraries())}")
+        raise EdgeLLMError(f"unknown backend {name!r}", hint=" ".join(filter(None, words)))
     return found
 
 

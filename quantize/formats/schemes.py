@@ -5,13 +5,13 @@ Names of configs and algorithms are those of nvidia-modelopt 0.47.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
+    suggestion,
 )
 from edgellm.quantize.formats.modelopt import NVFP4_BLOCK
 
@@ -146,11 +146,8 @@ def choose(flag: str, name: str, known: Collection[str]) -> str:
     """Return `name` if it is known; else raise `EdgeLLMError` that lists the choices."""
     if name in known:
         return name
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    raise EdgeLLMError(
-        f"{flag} {name}: no such choice",
-        hint=f"{f'did you mean {match[0]}? ' if match else ''}choices: {', '.join(known)}",
-    )
+    words = (suggestion(name, known), f"choices: {', '.join(known)}")
+    raise EdgeLLMError(f"{flag} {name}: no such choice", hint=" ".join(filter(None, words)))
 
 
 def choose_scheme(quantization: str, algo: str | None) -> Scheme:

@@ -20,10 +20,10 @@ _COMMON = {"debug", "install_completion", "show_completion", "help"}
 
 _HEAD = """# Commands
 
-Kebab-case works as well: `--max-input-len` for `--maxInputLen`. Every command has `--help`,
-`--debug` (tracebacks instead of one line), `--install-completion` and `--show-completion`. Exit
-codes: 0; 1 if a part failed; 2 for errors that the user can correct; 3 for bugs; 130 after an
-interrupt.
+All spellings of a flag work: `--maxInputLen`, `--max_input_len`, `--max-input-len`. Every command
+has `--help`, `--debug` (tracebacks instead of one line), `--install-completion` and
+`--show-completion`. Exit codes: 0; 1 if a part failed; 2 for errors that the user can correct;
+3 for bugs; 130 after an interrupt.
 """
 
 

@@ -9,7 +9,7 @@ import typer
 
 from edgellm.core.cli import CAMEL_CASE, App, numbers, run_command
 from edgellm.core.commands.progress import shown
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, require_choice
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import BenchFlags, with_bench_flags
 
@@ -46,8 +46,7 @@ def bench(
     from edgellm.tools.bench.result_formats import NAMES
     from edgellm.tools.bench.results import Results
 
-    if flags.output not in NAMES:
-        raise EdgeLLMError(f"--output {flags.output}: give {', '.join(NAMES[:-1])} or {NAMES[-1]}")
+    require_choice("--output", flags.output, NAMES)
     how = spec_flags.read()
     if flags.input_file is not None and how is None:
         raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")

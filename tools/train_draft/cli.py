@@ -10,7 +10,7 @@ import typer
 
 from edgellm.core.cli import SNAKE_CASE, App, Overwrite, numbers, run_command, with_flags
 from edgellm.core.commands.output_folder import finished_line, is_finished
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, require_choice
 
 if TYPE_CHECKING:
     from edgellm.tools.remote.servers import Servers
@@ -310,10 +310,8 @@ class MethodFlags:
 
     def completed(self, method: str) -> MethodFlags:
         """Fill in the defaults of `method`; raise `EdgeLLMError` for flags of another method."""
-        default = _DEFAULTS.get(method)
-        if default is None:
-            *others, last = _DEFAULTS
-            raise EdgeLLMError(f"--method {method}: give {', '.join(others)} or {last}")
+        require_choice("--method", method, _DEFAULTS)
+        default = _DEFAULTS[method]
         chosen = {}
         for name in self.__slots__:
             given, usual = getattr(self, name), getattr(default, name)

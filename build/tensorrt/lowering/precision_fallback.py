@@ -18,7 +18,7 @@ from edgellm.build.tensorrt.lowering.int4_blocks import TAKEN, refuse_signs
 from edgellm.build.tensorrt.lowering.op_table import first_with_blocks, first_with_weights
 from edgellm.build.tensorrt.target import Target
 from edgellm.core import onnx_functions
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, require_choice
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 INT4, FP16 = "int4", "fp16"
@@ -41,8 +41,8 @@ def check_types(models: Collection[ir.Model], target: Target, fallback: str) -> 
         EdgeLLMError: an unsupported type, with those that support it; or an unknown `fallback`.
         UnsupportedModelError: negative scales that no library supports.
     """
-    if fallback not in ("", INT4, FP16):
-        raise EdgeLLMError(f"--fallbackPrecision {fallback}: give int4 or fp16")
+    if fallback:
+        require_choice("--fallbackPrecision", fallback, (INT4, FP16))
     types = {value.dtype for model in models for value in model.graph.initializers.values()}
     sm, library = target.sm, target.library
     for needed, first, name, instead in () if fallback else _NEEDS:

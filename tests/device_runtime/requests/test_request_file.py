@@ -7,6 +7,7 @@ import pytest
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime.requests.request_file import (
     Options,
+    located,
     parse_request,
     read_file,
     sampling_of,
@@ -44,7 +45,7 @@ def test_a_request_overrides_the_file():
         ('{"requests": [1], "top_p": 2}', r"\$\.top_p: expected `float` <= 1.0"),
         ('{"requests": [1], "top_k": 1, "top_k": 2}', r"in\.json: the key \$\.top_k is there"),
         ('{"requests": [{"seed": 1, "seed": 2}]}', r"the key \$\.requests\[0\]\.seed is there"),
-        ('{"requests": [1], "temprature": 1}', r"unknown field `temprature`"),
+        ('{"requests": [1],\n"temprature": 1}', r"in\.json line 2: \$: .* field `temprature`"),
         ('{"requests": [1], "batch_size": "two"}', r"\$\.batch_size: expected `int`, got `str`"),
         ('{"requests": [1], "available_lora_weights": {"a": 1}}', "expected `str`, got `int`"),
     ],
@@ -132,3 +133,24 @@ def test_content_items_of_a_message():
     ):
         with pytest.raises(RequestError, match=message):
             pieces([item])
+
+
+@pytest.mark.parametrize(
+    ("request_text", "line", "hint"),
+    [
+        ('{"messages": [{"role": "user",\n "contnet": "x"}]}', 3, "did you mean content?"),
+        ('{"messages": [{"role": "user", "content": "x"}],\n\n "topK": 1}', 4, "mean top_k?"),
+        ('{"messages": [\n{"role": "usr", "content": "x"}]}', 3, "did you mean user? roles: "),
+        ('{"messages": [{"role": "user", "content": [\n{"type": "txt"}]}]}', 3, "mean text?"),
+        ('{"messages": [{"role": "user", "content": "x"}], "guided_decoding":\n{"regx": "a"}}', 3,
+         "did you mean regex?"),
+    ],
+)  # fmt: skip
+def test_faults_of_requests_have_a_line_and_a_suggestion(tmp_path, request_text, line, hint):
+    path = tmp_path / "in.json"
+    path.write_text('{"requests": [\n' + request_text + "]}")
+    _, (raw,) = read_file(path)
+    with pytest.raises(RequestError) as caught:
+        parse_request(raw, 0)
+    assert located(path, str(caught.value)).startswith(f"{path} line {line}: $.requests[0]")
+    assert hint in caught.value.hint

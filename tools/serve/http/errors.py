@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import http
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -18,6 +19,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
     RequestError,
+    suggestion,
 )
 
 _TYPES = {
@@ -38,6 +40,7 @@ _REMEDIES = {
     "tool_choice": 'give "auto", "none", "required" or a function\'s name',
     "prompt": "give a text, its token ids, or a list of either",
 }
+_LITERAL = re.compile("'([^']*)'")
 _SUFFIX = "suffix: the model continues a text; it cannot fill a gap before a suffix"
 
 
@@ -172,11 +175,17 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         return ApiError(
             400, f"the body is not valid JSON: {reason} at character {first['loc'][-1]}"
         )
-    return fault_of(error.errors())
+    body = getattr(request.scope.get("route"), "body_field", None)
+    return fault_of(error.errors(), body and body.field_info.annotation)
 
 
-def fault_of(errors: Sequence[Any]) -> ApiError:
-    """The error of invalid fields, from pydantic's list of errors."""
+def fault_of(errors: Sequence[Any], body: Any = None) -> ApiError:
+    """The error of invalid fields.
+
+    Args:
+        errors: pydantic's list of errors.
+        body: the model of the body, for suggestions; None: unknown.
+    """
     first = _fault(errors)
     place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
     reason = first["msg"][:1].lower() + first["msg"][1:]
@@ -184,8 +193,33 @@ def fault_of(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, _SUFFIX, param="suffix")
     if (remedy := _REMEDIES.get(place[0] if place else "")) is not None:
         reason += f" ({remedy})"
+    elif meant := _meant(first, body):
+        reason += f" ({meant})"
     if not place:
         return ApiError(400, f"the body: {reason}")
     # Names of unknown fields come from the client: only the message has them.
     param = place[0] if place[0].isidentifier() and place[0].isascii() else None
     return ApiError(400, f"{'.'.join(place)}: {reason}", param=param)
+
+
+def _meant(error: Any, body: Any) -> str:
+    """The field or value that was probably meant, as a question; "" for no guess."""
+    if error["type"] == "literal_error":
+        return suggestion(str(error["input"]), _LITERAL.findall(error["ctx"]["expected"]))
+    if error["type"] != "extra_forbidden":
+        return ""
+    *above, name = (part for part in error["loc"] if part != "body")
+    models = {*_models(body)}
+    for part in above:  # names of fields, indices, and names of a union's parts
+        fields = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = {one for each in fields for one in _models(each.annotation)} or models
+    known = {field.alias or key for model in models for key, field in model.model_fields.items()}
+    return suggestion(str(name), sorted(known))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models in a type, such as those of a list or union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
