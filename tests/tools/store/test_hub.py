@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_line_error
+from huggingface_hub import constants
 from local_hub import serve_hub
 
 from edgellm.core.errors import UnsupportedModelError
@@ -26,12 +27,25 @@ def hub(tiny_checkpoint):
 
 
 @pytest.fixture
-def edgellm(command, hub, tmp_path):
-    """Run a subcommand as a user of the hub; further variables of the environment by name."""
+def edgellm(command_here, hub, tmp_path, monkeypatch):
+    """Run a subcommand in this process, as a user of the hub; settings of huggingface_hub by name.
 
-    def run(*words, **variables):
-        environment = {**os.environ, **hub.environment(tmp_path), **variables}
-        return command("edgellm", *words, env=environment, stdin=-3)
+    The client reads its variables of the environment when it is imported.
+    """
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "edgellm"))
+    monkeypatch.setattr(sys, "stdin", None)
+
+    def run(*words, **settings):
+        own = {
+            "ENDPOINT": hub.url,
+            "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "hf"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in {**own, **settings}.items():
+            monkeypatch.setattr(constants, name, value)
+        return command_here("edgellm", *words)
 
     return run
 
@@ -111,19 +125,20 @@ def test_a_download_that_breaks_goes_on_where_it_stopped(hub, tmp_path):
     assert ranges == ["", f"bytes={10 << 20}-"]
 
 
-def test_access_is_explained(edgellm, hub):
+def test_access_is_explained(edgellm, hub, monkeypatch):
     hub.gated.add("owner/tiny")
     assert_one_line_error(edgellm("pull", "owner/tiny"), "gated", "HF_TOKEN")
     assert_one_line_error(edgellm("pull", "owner/none"), "the hub has no model owner/none")
-    assert edgellm("pull", "owner/tiny", HF_TOKEN="hf_member").returncode == 0
+    monkeypatch.setenv("HF_TOKEN", "hf_member")
+    assert edgellm("pull", "owner/tiny").returncode == 0
 
 
 def test_without_a_connection_the_cache_answers_or_one_line_does(edgellm, tmp_path):
-    lacking = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE="1")
+    lacking = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE=True)
     assert_one_line_error(lacking, "HF_HUB_OFFLINE is set", "the hub's cache lacks owner/tiny")
-    unreachable = edgellm("pull", "owner/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    unreachable = edgellm("pull", "owner/tiny", ENDPOINT="http://127.0.0.1:9")
     assert_one_line_error(unreachable, "http://127.0.0.1:9 cannot be reached")
     assert edgellm("pull", "owner/tiny").returncode == 0
-    again = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE="1")
+    again = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE=True)
     assert again.returncode == 0, again.stderr
     assert not list((tmp_path / "edgellm").rglob("*.partial-*"))
