@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 # --onnx-dir is --onnxDir
 app = App(CAMEL_CASE)
+app.kept = NOTHING_HALF_WRITTEN
 
 
 @app.command(
@@ -226,7 +227,6 @@ def _run(
     if is_finished(target, key, overwrite=overwrite):
         typer.echo(finished_line(target))
         return
-    app.kept = NOTHING_HALF_WRITTEN
     with shown() as report:
         built = build_engine(product, onnx_dir, engine_dir, plan, backend, report, key.facts())
     _show(built, engine_dir, time.perf_counter() - start)

@@ -30,6 +30,9 @@ from edgellm.device_runtime.runners.pass_timing import estimated_sizes
 
 _COMMANDS = {LLM: "llm_build", DRAFT: "llm_build --eagleDraft", VISUAL: "visual_build"}
 
+# Fields of a plan whose flags have other names
+_FLAGS = {"kv_capacity": "maxKVCacheCapacity", "is_eagle_base": "eagleBase", "checks": "noCheck"}
+
 
 def target_folder(product: str, engine: Path) -> Path:
     """The folder of a product's files in an engine's folder."""
@@ -51,9 +54,15 @@ def engine_key(
         require_base(engine)
     PRODUCTS[product].suits(source, engine, bundle)
     origin = backends.find(backend_name).origin(plan.options)
-    settings = {**dataclasses.asdict(plan), "backend": backend_name}
-    settings |= {"library": origin.version, "machine": origin.machine}
+    settings = {_flag(name): value for name, value in dataclasses.asdict(plan).items()}
+    settings |= {"backend": backend_name, "library": origin.version, "machine": origin.machine}
     return OutputKey(command=_COMMANDS[product], settings=settings, inputs={"--onnxDir": source})
+
+
+def _flag(name: str) -> str:
+    """The flag that sets a field of a plan."""
+    first, *others = _FLAGS.get(name, name).split("_")
+    return f"--{first}{''.join(word.title() for word in others)}"
 
 
 def build_engine(

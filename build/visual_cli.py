@@ -36,6 +36,7 @@ from edgellm.core.commands.progress import shown
 from edgellm.core.errors import require_choice
 
 app = App(CAMEL_CASE)
+app.kept = NOTHING_HALF_WRITTEN
 MinImageTokens = Annotated[
     int,
     typer.Option(
@@ -126,7 +127,6 @@ def visual_build(
     if is_finished(engine_dir, key, overwrite=overwrite):
         typer.echo(finished_line(engine_dir))
         return
-    app.kept = NOTHING_HALF_WRITTEN
     with shown() as report:
         built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report, key.facts())
     seconds = time.perf_counter() - start

@@ -148,7 +148,7 @@ class App(typer.Typer):
 
     @property
     def kept(self) -> str:
-        """What an interrupted command keeps; "": nothing, it cannot go on."""
+        """What an interrupted command keeps; "": nothing to say."""
         return self._kept or next((app.kept for app in self.imported if app.kept), "")
 
     @kept.setter

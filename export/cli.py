@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from edgellm.export.checkpoints.hf import Checkpoint
 
 app = App(SNAKE_CASE, no_args_is_help=True)
+app.kept = NOTHING_HALF_WRITTEN
 
 # Names of other programs for the types of activations.
 _DTYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
@@ -250,14 +251,14 @@ def llm(
     if finished and not verify:
         typer.echo(finished_line(output_dir))
         return
-    checkpoint = open_checkpoint(model_dir)
     if finished:
         typer.echo(finished_line(output_dir))
+        checkpoint = open_checkpoint(model_dir)
         _compare(checkpoint, verdict, output_dir, load_bundle(output_dir, LLM_BUNDLE))
     else:
-        check = partial(_compare, checkpoint, verdict) if verify else None
         with _writing() as progress:
-            facts = key.facts()
+            checkpoint, facts = open_checkpoint(model_dir), key.facts()
+            check = partial(_compare, checkpoint, verdict) if verify else None
             manifest = export_llm(checkpoint, output_dir, options, progress, check, facts)
         _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
@@ -313,9 +314,9 @@ def draft(
     if is_finished(output_dir, key, overwrite=overwrite):
         typer.echo(finished_line(output_dir))
         return
-    checkpoint = open_draft(draft_model_dir)
-    base = open_checkpoint(base_model_dir, tokenizer=False)
     with _writing() as progress:
+        checkpoint = open_draft(draft_model_dir)
+        base = open_checkpoint(base_model_dir, tokenizer=False)
         manifest = export_draft(checkpoint, base, output_dir, options, progress, key.facts())
     spec = manifest.draft
     typer.echo(
@@ -357,7 +358,6 @@ def checkpoint(
         command = command_line(engine, base_model_dir, output_dir)
         typer.echo(f"{finished_line(output_dir)}\n{command}")
         return
-    app.kept = NOTHING_HALF_WRITTEN
     command = hand_over(
         open_draft(draft_model_dir), base_model_dir, engine, output_dir, ignored, key.facts()
     )
@@ -390,8 +390,8 @@ def visual(
     if is_finished(output_dir, key, overwrite=overwrite):
         typer.echo(finished_line(output_dir))
         return
-    checkpoint = open_checkpoint(model_dir, tokenizer=False)
     with _writing() as progress:
+        checkpoint = open_checkpoint(model_dir, tokenizer=False)
         manifest = export_visual(checkpoint, output_dir, options, progress, key.facts())
     spec = manifest.vision
     typer.echo(
@@ -403,9 +403,8 @@ def visual(
 @contextlib.contextmanager
 def _writing() -> Iterator[Callable[[int, int], None]]:
     """Show the bytes that were written of all."""
-    app.kept = NOTHING_HALF_WRITTEN
     with shown() as report:
-        report("building the graph")
+        report("reading the model")
         yield lambda done, total: report(share_of("writing weights", done, total))
 
 
@@ -418,7 +417,7 @@ def _key(subcommand: str, options: Any, **inputs: str | None) -> OutputKey:
     paths = {flag.removeprefix("--") for flag in flags}
     return OutputKey(
         command=f"edgellm-export {subcommand}",
-        settings={name: value for name, value in given.items() if name not in paths},
+        settings={f"--{name}": value for name, value in given.items() if name not in paths},
         inputs={flag: find_path(value) for flag, value in flags.items() if value is not None},
     )
 

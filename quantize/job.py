@@ -62,8 +62,9 @@ class Job:
             del settings[name]
         inputs = {f"--{name}": find_path(value) for name, value in models.items() if value}
         inputs |= {f"--{name}": Path(text) for name, text in texts.items() if text}
+        flags = {f"--{name}": value for name, value in settings.items()}
         what = "llm" if self.base_model_dir is None else "draft"
-        return OutputKey(command=f"edgellm-quantize {what}", settings=settings, inputs=inputs)
+        return OutputKey(command=f"edgellm-quantize {what}", settings=flags, inputs=inputs)
 
     @property
     def chooses_precision(self) -> bool:

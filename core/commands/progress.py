@@ -122,11 +122,12 @@ def _bar() -> Iterator[Report]:
         phase = ""
 
         def report(text: str) -> None:
-            nonlocal phase
+            nonlocal task, phase
             step = _parse(text)
-            if step.phase != phase:
+            if step.phase != phase:  # its time left is computed from its own steps
                 phase = step.phase
-                bar.reset(task, total=None)
+                bar.remove_task(task)
+                task = bar.add_task(phase, total=None)
             shown_part = f", {step.part}" if step.part else ""
             described = text if step.percent is None else step.phase + shown_part
             total = None if step.percent is None else 100

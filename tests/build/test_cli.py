@@ -249,7 +249,7 @@ def test_the_same_command_returns_at_once(command_here, tiny_bundle, tmp_path):
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout.splitlines()[-1].startswith(f"{engine}: finished already")
     other = _build(command_here, tiny_bundle, engine, *SMALL, "--threads", 1)
-    assert_one_line_error(other, "it has threads 0, not 1", "--overwrite")
+    assert_one_line_error(other, "it has --threads 0, not 1", "--overwrite")
     assert other.returncode == 2
     assert before == {path.name: path.stat().st_mtime_ns for path in engine.iterdir()}
     replaced = _build(command_here, tiny_bundle, engine, *SMALL, "--threads", 1, "--overwrite")

@@ -145,7 +145,7 @@ def test_the_command_trains_a_draft_that_loads(job):
     with hold(job.work_dir / "lock", "", ""), pytest.raises(EdgeLLMError, match=another):
         _run_here(job, "--overwrite")
     other = _command(job, epochs=3)
-    assert_one_line_error(other, "it has epochs 2, not 3", "--overwrite to replace it")
+    assert_one_line_error(other, "it has --epochs 2, not 3", "--overwrite to replace it")
     assert other.returncode == 2
     with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
         run(replace(job, output_dir=job.output_dir.with_name("b"), held_out=5))

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, Overwrite, numbers, run_command, with_flags
+from edgellm.core.cli import (
+    NOTHING_HALF_WRITTEN,
+    SNAKE_CASE,
+    App,
+    Overwrite,
+    numbers,
+    run_command,
+    with_flags,
+)
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError, require_choice
 
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
     from edgellm.tools.train_draft.training_run import Job
 
 app = App(SNAKE_CASE)
+app.kept = NOTHING_HALF_WRITTEN
 
 
 BaseModel = Annotated[

@@ -84,9 +84,11 @@ class Job:
         settings = _facts(self)
         for name in ("base_model_dir", "data", "init_from"):
             del settings[name]
+        settings |= settings.pop("recipe") | settings.pop("generation")
+        flags = {f"--{name}": value for name, value in settings.items()}
         inputs = {"--base_model_dir": find_path(self.base_model_dir), "--init_from": self.init_from}
         inputs |= {f"--data {number}": path for number, path in enumerate(self.data, 1)}
-        return OutputKey(command="edgellm-train-draft", settings=settings, inputs=inputs)
+        return OutputKey(command="edgellm-train-draft", settings=flags, inputs=inputs)
 
 
 def run(job: Job) -> None:
