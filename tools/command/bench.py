@@ -6,7 +6,7 @@ from typing import Any
 
 from edgellm.core.cli import CAMEL_CASE, App, with_flags_of
 from edgellm.tools.bench.cli import bench as edgellm_bench
-from edgellm.tools.command.flags import Model, RecipeFlags, with_recipe_flags
+from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 
 app = App(CAMEL_CASE)
 
@@ -23,6 +23,6 @@ app = App(CAMEL_CASE)
 @with_flags_of(edgellm_bench, "engine_dir")
 def bench(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> None:
     """Measure the speed of a model; --spec auto compares with plain decoding."""
-    from edgellm.tools.store.prepare import use
-
-    use(model, recipe_flags.read(), lambda found: edgellm_bench(engine_dir=found.engine, **flags))
+    use_model(
+        app, model, recipe_flags, lambda found: edgellm_bench(engine_dir=found.engine, **flags)
+    )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from edgellm.core.cli import with_flags
+from edgellm.core.cli import App, with_flags
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.store.store import Recipe
 
+if TYPE_CHECKING:
+    from edgellm.tools.store.prepare import Prepared
+
+DOWNLOADS_KEPT = "what was downloaded is kept"
+_Result = TypeVar("_Result")
 _QUANTIZE, _DEVICES = ("none", "int8", "int4"), ("cpu", "cuda")
 
 Model = Annotated[
@@ -102,3 +108,20 @@ class RecipeFlags:
 
 
 with_recipe_flags = with_flags("recipe_flags", RecipeFlags)
+
+
+def use_model(
+    app: App, model: str, flags: RecipeFlags, action: Callable[[Prepared], _Result]
+) -> _Result:
+    """Run an action on a model's engine, see `edgellm.tools.store.prepare.use`.
+
+    An interrupt before the action prints the command that goes on.
+    """
+    from edgellm.tools.store.prepare import use
+
+    def start(found: Prepared) -> _Result:
+        app.kept = ""
+        return action(found)
+
+    app.kept = DOWNLOADS_KEPT
+    return use(model, flags.read(), start)

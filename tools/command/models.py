@@ -10,7 +10,7 @@ import typer
 
 from edgellm.core.cli import CAMEL_CASE, App
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.command.flags import Model, RecipeFlags, with_recipe_flags
+from edgellm.tools.command.flags import DOWNLOADS_KEPT, Model, RecipeFlags, with_recipe_flags
 
 if TYPE_CHECKING:
     from edgellm.tools.store.store import Entry, Store
@@ -45,6 +45,7 @@ def pull(model: Model, recipe_flags: RecipeFlags) -> None:
     """Download a model, or its newer version, and build its engine."""
     from edgellm.tools.store.prepare import prepare
 
+    app.kept = DOWNLOADS_KEPT
     found = prepare(model, recipe_flags.read(), update=True)
     typer.echo(f"{found.name} is ready: edgellm run {found.name}")
 

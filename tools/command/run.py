@@ -14,7 +14,7 @@ from edgellm.core.cli import CAMEL_CASE, App
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
 from edgellm.tools.chat.flags import EnableThinking, System
-from edgellm.tools.command.flags import Model, RecipeFlags, with_recipe_flags
+from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 
 if TYPE_CHECKING:
     from edgellm.tools.chat.conversation import Conversation
@@ -73,8 +73,6 @@ def run(
     enable_thinking: EnableThinking = False,
 ) -> None:
     """Chat with a model, or answer one prompt."""
-    from edgellm.tools.store.prepare import use
-
     text = _prompt(prompt)
     if images and text is None:
         raise EdgeLLMError("--image needs a prompt", hint="in a chat, /image FILE attaches one")
@@ -85,7 +83,7 @@ def run(
     def start(found: Prepared) -> Conversation:
         return _open(found, sampling_flags, system, max_tokens, enable_thinking=enable_thinking)
 
-    conversation = use(model, recipe_flags.read(), start)
+    conversation = use_model(app, model, recipe_flags, start)
     if text is None:
         from edgellm.tools.chat.repl import run as chat
         from edgellm.tools.chat.screen import open_screen

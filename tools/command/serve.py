@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from edgellm.core.cli import CAMEL_CASE, App, with_flags_of
-from edgellm.tools.command.flags import Model, RecipeFlags, with_recipe_flags
+from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 from edgellm.tools.serve.cli import edgellm_serve
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> Non
 
     All flags of edgellm-serve are taken but those that name engines.
     """
-    from edgellm.tools.store.prepare import use
 
     def start(found: Prepared) -> None:
         engines: dict[str, Any] = {"engine_dirs": [f"{found.name}={found.engine}"]}
@@ -38,7 +37,7 @@ def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> Non
         own = flags if any(flags[name] for name in _DRAFTERS) else {**flags, "spec": "auto"}
         edgellm_serve(**engines, **own)
 
-    use(model, recipe_flags.read(), start)
+    use_model(app, model, recipe_flags, start)
 
 
 _DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")

@@ -230,6 +230,9 @@ def test_an_interrupted_run_leaves_no_entry(edgellm, empty, tiny_checkpoint, num
     process.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == (-9 if number == signal.SIGKILL else 130), errors
+    if number == signal.SIGINT:
+        assert "what was downloaded is kept" in errors
+        assert f"the same command goes on: edgellm run {tiny_checkpoint}" in errors
     assert not list((empty / "models").glob("*/model.json"))
     assert edgellm("run", tiny_checkpoint, *ASK).returncode == 0
     assert not list((empty / "models").glob(".*.partial-*"))
