@@ -1,4 +1,4 @@
-"""Which residual streams of a base feed a draft, see `specs.DraftSpec`."""
+"""Which residual streams of a base feed a draft, see `model_spec.DraftSpec`."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def transfer(bundle: Bundle, to: To, check_only: CheckOnly = False) -> None:
     size = sum(listed.files[name].num_bytes for name in delivery.changed)
     typer.echo(
         f"{target}: {len(delivery.changed)} of {len(listed.files)} files new or changed "
-        f"({size / 1e6:.1f} MB), {delivery.sent.sent_bytes / 1e6:.1f} MB travelled; all hashes "
+        f"({size / 1e6:.1f} MB), {delivery.sent.sent_bytes / 1e6:.1f} MB sent; all hashes "
         f"right, {time.perf_counter() - start:.1f} s"
     )
 
