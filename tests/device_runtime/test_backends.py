@@ -71,7 +71,7 @@ def test_a_machine_without_backends(machine):
         runners.resolve("auto")
 
 
-def test_requirements_of_tensorrt(monkeypatch):
+def test_tensorrt_needs_a_gpu_that_its_library_compiles_for(monkeypatch):
     """A GPU, a library that compiles for it, and the runtime's packages."""
     rtx = trt_import.Library(object(), is_ahead_of_time=True)
     monkeypatch.setattr(trt_import.Library, "label", "TensorRT-RTX 1.7")

@@ -303,7 +303,7 @@ def test_too_little_disk_fails_before_the_run(job, monkeypatch):
         run_job(job, _quiet)
 
 
-def test_a_full_disk_and_a_concurrent_run(job, monkeypatch):
+def test_a_full_disk_keeps_finished_layers_and_locks_out_other_runs(job, monkeypatch):
     """The error names folder and bytes; finished layers are stored; a second run is locked out."""
 
     def full(*_: object) -> None:

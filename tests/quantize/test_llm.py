@@ -260,7 +260,7 @@ def test_fp8_and_int8_kv_cache_ranges_agree(run):
         assert 448 * theirs == pytest.approx(127 * ours, rel=1e-3)
 
 
-def test_the_folder_is_complete(run):
+def test_the_output_folder_has_all_files_and_their_facts(run):
     job, report = run("qwen2", "int4_awq")
     names = {path.name for path in job.output_dir.iterdir()}
     assert names == {

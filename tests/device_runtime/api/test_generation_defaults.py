@@ -56,7 +56,7 @@ def test_explicit_sampling_is_complete(engine):
             llm.sampling_params(tempreature=1)
 
 
-def test_the_order_of_request_files():
+def test_request_options_override_flags_and_model_defaults():
     """Request, file, flags, model, edgellm."""
     model = GenerationDefaults.of({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1})
     defaults = model.overridden(GenerationDefaults.of({"top_p": 0.7, "top_k": 30, "min_p": 0.2}))

@@ -244,7 +244,7 @@ def test_lone_surrogates_are_rejected(llm):
         llm.generate("\ud800")
 
 
-def test_limits(llm):
+def test_lengths_out_of_range_are_rejected_or_clamped(llm):
     with pytest.raises(RequestError, match="max_generate_length 0"):
         llm.generate("w20", max_generate_length=0)
     with pytest.raises(RequestError, match="has 49 tokens, the engine takes 48"):

@@ -298,7 +298,7 @@ def picks_session(threads=2):
 
 
 @pytest.mark.parametrize("width", [1, 17, 1024, 5000, 49152])
-def test_picks(width, rng):
+def test_picks_equal_a_stable_sort_and_log_softmax(width, rng):
     logits = (rng.standard_normal((1, 3, width)) * 4).astype(np.float32)
     logits[0, 1] = np.round(logits[0, 1])  # many are equal
     rows = logits[0].astype(np.float64)

@@ -141,7 +141,7 @@ def test_flag_aliases(ask):
         assert "spec_verify_count" in answers[0]["timings"]
 
 
-def test_prove(infer):
+def test_prove_reports_identical_tokens_for_each_request(infer):
     requests = [{"messages": [{"role": "user", "content": f"w{at}"}]} for at in range(20, 24)]
     flags = ("--eagle", "--eagleTree", "fixed", "--prove")
     result, answers = infer({"max_generate_length": 30, "requests": requests}, *flags, 3)

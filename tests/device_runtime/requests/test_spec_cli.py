@@ -220,7 +220,7 @@ def test_flags_without_effect_are_rejected(given, message):
         flags(**given).read()
 
 
-def test_flags_of_trees():
+def test_tree_flags_set_kind_size_and_static_paths():
     def options(**given):
         return flags(eagle=True, **given).read()
 

@@ -112,7 +112,7 @@ def test_only_missing_costs_are_measured():
         ((64, 1, 1, 1), [1, 4], [4], [1, 1, 1, 1]),
     ],
 )
-def test_rectangles_on_cuda(rows, assumed, shared, dear):
+def test_padded_batches_are_split_where_measured_costs_are_lower(rows, assumed, shared, dear):
     parts, ends = dict(enumerate(asks(*rows))), [20] * 8
 
     def found(*cost):
@@ -124,7 +124,7 @@ def test_rectangles_on_cuda(rows, assumed, shared, dear):
     assert found(costs(DEAR).of) == dear
 
 
-def test_groups_on_tensorrt():
+def test_ragged_batches_are_split_at_limits_and_by_costs():
     parts = asks(1, 1, 40, 1, 1)
     assert ragged_batch.groups(parts, 100, 100) == [slice(0, 5)]
     assert len(ragged_batch.groups(parts, 42, 42)) == 2

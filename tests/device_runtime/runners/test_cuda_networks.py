@@ -204,7 +204,7 @@ def test_a_pass_at_the_end_of_the_cache_is_not_padded(halves):
     assert results[0].taps.shape == results[1].taps.shape
 
 
-def test_medusa_heads(eagle_pairs, tmp_path):
+def test_medusa_on_cuda_equals_plain_decoding_on_the_cpu(eagle_pairs, tmp_path):
     pair = eagle_pairs("medusa")
     cuda_on_cpu.build_base(pair.bundle, tmp_path / "e", BASE_PLAN)
     built = cuda_on_cpu.build_its_draft(pair.draft_bundle, tmp_path / "e", draft_plan())
@@ -304,7 +304,9 @@ def test_engines_for_cuda_do_not_run_on_a_cpu(command, engine, tmp_path):
     ids=["version", "driver", "libraries"],
 )
 @without_cuda
-def test_what_cuda_needs(monkeypatch, version, capability, message, hint):
+def test_missing_cuda_requirements_are_reported_with_a_hint(
+    monkeypatch, version, capability, message, hint
+):
     monkeypatch.setattr(ort, "__version__", version)
     monkeypatch.setattr(ort, "get_available_providers", lambda: [cuda.PROVIDER])
     monkeypatch.setattr(cuda, "compute_capability", lambda: capability)

@@ -170,7 +170,7 @@ def test_all_measurements_of_a_build_share_one_budget(clock, monkeypatch, shape,
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_a_draft_shares_it_too(clock, seconds):
+def test_draft_timing_stays_within_the_shared_budget(clock, seconds):
     session = WatchedDraft(clock, seconds)
     costs = draft.costs(session, DRAFT_SPEC, max_rows=4)
     assert list(costs) == [STEP, EXTEND]

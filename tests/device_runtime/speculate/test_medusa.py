@@ -134,7 +134,9 @@ def test_token_ids_equal_plain_decoding(draft, policy, lookups):
     prefill_rows=st.integers(1, 40),
     params=st.sampled_from(SAMPLINGS),
 )
-def test_any_combination(prompt, limits, policy, draft, lookups, room, prefill_rows, params):
+def test_token_ids_equal_plain_decoding_for_any_settings(
+    prompt, limits, policy, draft, lookups, room, prefill_rows, params
+):
     capacity = len(prompt) + room
     setup = Setup(limits, policy, draft, capacity=capacity, lookups=lookups)
     expected = plain(prompt, params, room, capacity)

@@ -245,7 +245,7 @@ def test_prompts_of_several_chunks(rows, draft):
         seed=st.integers(0, 99),
     ),
 )  # fmt: skip
-def test_any_combination(
+def test_token_ids_equal_plain_decoding_for_any_settings(
     prompt, limits, policy, lookups, draft, is_model, adapts, room, draft_capacity, prefill_rows,
     params,
 ):  # fmt: skip

@@ -23,7 +23,7 @@ def tree_of(parents: list[int]) -> Tree:
 
 
 @given(parent_lists())
-def test_layout(parents):
+def test_the_mask_shows_ancestors_and_depths_count_them(parents):
     depths, mask = tree_of(parents).layout()
     assert depths.dtype == np.int64
     assert mask.dtype == np.bool_
@@ -37,7 +37,7 @@ def test_layout(parents):
 
 
 @given(parent_lists())
-def test_children(parents):
+def test_children_are_found_by_parent_and_token(parents):
     children = tree_of(parents).children()
     for node, parent in enumerate(parents):
         assert children[parent, 100 + node] == node

@@ -83,7 +83,7 @@ def test_one_sample_suffices(place, tmp_path):
 
 
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_a_width_that_heads_and_blocks_do_not_divide(place, tmp_path, target):
+def test_an_indivisible_width_has_a_small_output_error(place, tmp_path, target):
     """80 channels, heads and blocks of 32."""
     model = make_model(tmp_path / "model", "qwen3", intermediate_size=80, num_hidden_layers=1)
     shutil.copy(place / "text.jsonl", tmp_path)

@@ -53,7 +53,7 @@ def test_duplicate_documents_are_dropped(tokenizer, tmp_path):
     assert read_calibration(str(text), tokenizer, **OPTIONS).sha256 == once.sha256
 
 
-def test_paragraphs_of_a_text_file(tokenizer, tmp_path):
+def test_blank_lines_separate_the_documents_of_a_text_file(tokenizer, tmp_path):
     path = tmp_path / "notes.txt"
     paragraph = " ".join(f"w{number}" for number in range(9, 50))
     path.write_text("\r\n\r\n".join(f"{paragraph} w{50 + i}" for i in range(20)), newline="")

@@ -28,7 +28,7 @@ def _tensor(array) -> Tensor:
     return Tensor(TensorInfo(_NAMES[str(array.dtype)], array.shape), array.tobytes())
 
 
-def test_tables_of_e4m3_and_e2m1():
+def test_e4m3_and_e2m1_tables_equal_ml_dtypes():
     codes = np.arange(256, dtype=np.uint8)
     theirs = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(E4M3, theirs)

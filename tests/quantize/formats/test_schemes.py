@@ -17,7 +17,7 @@ INT4 = SCHEMES["int4_awq"]
     ("widths", "wanted", "expected"),
     [((256, 128), None, 128), ((256, 576), None, 64), ((96,), None, 32), ((256, 128), 32, 32)],
 )
-def test_the_group_size_of_int4(widths, wanted, expected):
+def test_int4_takes_the_largest_group_size_that_divides_all_widths(widths, wanted, expected):
     shapes = {f"layer{index}": (8, width) for index, width in enumerate(widths)}
     assert block_size(INT4, shapes, wanted) == expected
 

@@ -12,7 +12,7 @@ import torch
 from edgellm.quantize.metrics.divergence import GreedyOutput, Score, count_changes, read_quality
 
 
-def test_quality_by_kinds():
+def test_kl_and_perplexity_of_each_kind_equal_the_definitions():
     chance = np.random.default_rng(0)
     floats, rounded = chance.standard_normal((2, 6, 5)).astype(np.float32)
     ids, kinds = np.array([0, 3, -1, 4, 1, 2]), np.array([0, 1, 0, 1, 1, 0])
@@ -40,7 +40,7 @@ def test_quality_by_kinds():
     assert read_quality(json.loads(json.dumps(asdict(found)))) == found
 
 
-def test_changed_outputs():
+def test_changed_outputs_and_kept_tokens_are_counted_by_kind():
     asked = [
         GreedyOutput("sums", (1, 2), (3, 4, 5)),
         GreedyOutput("sums", (1,), (6, 7)),

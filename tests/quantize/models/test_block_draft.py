@@ -200,7 +200,7 @@ def _assert_lossless(engine: Path) -> None:
     assert max(counts.tree_size for counts in found.profile.rounds) > 2
 
 
-def test_positions_of_blocks():
+def test_block_places_follow_from_the_number_of_tokens_or_rows():
     """The number of states decides; ModelOpt's own forward passes have one block."""
     for tokens in range(7, 30):
         places = Places.of_text(tokens, SIZE)

@@ -132,7 +132,7 @@ def test_the_report_agrees_with_the_reference(make, name):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
-def test_acceptance_with_the_quantized_base(make, tmp_path, name):
+def test_acceptance_with_both_bases_equals_separate_runs(make, tmp_path, name):
     """Acceptance with both bases equals that of a draft's run with each."""
     own = make(name)
     if not own.output_dir.exists():

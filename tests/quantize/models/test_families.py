@@ -119,7 +119,7 @@ def test_logits_have_the_familys_scaling_and_soft_cap(tmp_path, text, kind):
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "phi3"])
-def test_kv_cache_scales_with_eager_or_fused_attention(tmp_path, text, kind):
+def test_fp8_and_int8_kv_cache_scales_agree_with_any_attention(tmp_path, text, kind):
     """ModelOpt's and edgellm's calibration over the same text agree."""
     model, ranges = make_model(tmp_path / "model", kind), {}
     for cache in ("fp8", "int8"):

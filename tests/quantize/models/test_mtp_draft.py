@@ -140,7 +140,7 @@ def test_speculation_with_the_quantized_layer_is_lossless(eagle_pairs, text, tmp
         )
 
 
-def test_the_mtp_layer_of_a_vision_language_model(text, tmp_path):
+def test_an_mtp_layer_of_a_vlm_quantizes_as_that_of_a_text_model(text, tmp_path):
     plain, whole = make_base(tmp_path / "plain"), tmp_path / "whole"
     shutil.copytree(plain, whole)
     tensors = load_file(plain / "model.safetensors")

@@ -21,7 +21,7 @@ from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head,
         *((each, "nvfp4") for each in ("11.0", "12.0")),
     ],
 )
-def test_default_schemes_by_target(target, draft):
+def test_each_target_has_its_default_head_and_draft_schemes(target, draft):
     assert form_of_draft(target) == draft
     assert draft in SCHEMES
     heads = {body: form_of_head(target, body, is_modelopt=True) for body in (*SCHEMES, "mixed")}

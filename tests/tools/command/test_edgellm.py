@@ -82,7 +82,7 @@ def test_a_prompt_is_followed_by_standard_input(edgellm, stored):
     assert_one_line_error(edgellm("run", "tiny"), "standard input is empty")
 
 
-def test_list_and_show(edgellm, stored):
+def test_list_and_show_print_source_size_and_engine(edgellm, stored):
     lines = edgellm("list").stdout.splitlines()
     assert lines[0].startswith("NAME  FAMILY  PARAMETERS  SIZE")
     assert lines[1].split()[:2] == ["tiny", "llama"]
@@ -101,7 +101,7 @@ def test_list_and_show(edgellm, stored):
     assert f"engine       {engine}" in edgellm("show", "tiny").stdout
 
 
-def test_engines_and_bundles_are_models(edgellm, stored, tiny_bundle, tmp_path, monkeypatch):
+def test_run_takes_an_engine_or_a_bundle(edgellm, stored, tiny_bundle, tmp_path, monkeypatch):
     engine = json.loads(edgellm("show", "tiny", "--json").stdout)[0]["engine"]
     expected = (stored / "expected.txt").read_text()
     assert edgellm("run", engine, *ASK).stdout == expected
@@ -197,7 +197,7 @@ def test_wrong_words_end_in_one_line(edgellm, words, fragments):
     assert_one_line_error(edgellm(*words), *fragments)
 
 
-def test_folders_that_are_no_models(edgellm, empty, tmp_path):
+def test_paths_without_a_model_are_rejected(edgellm, empty, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.txt").write_text("hi")
     assert_one_line_error(edgellm("run", tmp_path / "folder", "hi"), "holds no model")

@@ -55,7 +55,7 @@ def test_faulty_bodies_get_one_reason(server, body, fragment):
     assert _is_served(server)
 
 
-def test_a_form_is_not_json(server):
+def test_a_body_of_another_content_type_gets_415(server):
     status, found = server.json(CHAT, json.dumps(GOOD).encode(), content_type="text/plain")
     assert status == 415
     assert "content-type: application/json" in found["error"]["message"]
@@ -102,7 +102,7 @@ def test_a_false_content_length_affects_no_other_client(server):
     assert _is_served(server)
 
 
-def test_unknown_paths_and_methods(server):
+def test_unknown_paths_get_404_with_the_known_ones_and_methods_405(server):
     status, found = server.json("/v1/nothing")
     assert status == 404
     assert "there is no /v1/nothing here" in found["error"]["message"]
@@ -125,7 +125,7 @@ def test_a_foreign_host_name_is_rejected(server):
         assert server.send("/v1/models", host=name)[0] == 200, name
 
 
-def test_keys(roomy_engine, tmp_path):
+def test_all_but_health_paths_need_a_valid_api_key(roomy_engine, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# of the robot\nfirst-secret\n\n second-secret \n")
     with serving(roomy_engine, "--apiKeyFile", keys) as server:

@@ -37,7 +37,7 @@ def test_mistakes_get_one_line(roomy_engine, flags, fragments):
     assert_one_line_error(_run("--engineDir", roomy_engine, "--port", 0, *flags), *fragments)
 
 
-def test_no_engine(tmp_path):
+def test_a_folder_without_an_engine_is_rejected(tmp_path):
     assert_one_line_error(_run("--engineDir", tmp_path, "--port", 0), str(tmp_path))
 
 
@@ -46,7 +46,7 @@ def test_no_engine(tmp_path):
     [(b"", "holds no key"), (b"# none\n", "holds no key"), (b"short\n", "fewer than 8"),
      (b"\xff\xfe\x00", "is not text"), ("l\u00f6ngenough".encode(), "a header cannot carry")],
 )  # fmt: skip
-def test_bad_key_files(roomy_engine, tmp_path, content, fragment):
+def test_invalid_api_key_files_are_rejected(roomy_engine, tmp_path, content, fragment):
     keys = tmp_path / "keys"
     keys.write_bytes(content)
     assert_one_line_error(_run("--engineDir", roomy_engine, "--apiKeyFile", keys), fragment)
@@ -82,7 +82,7 @@ def test_end_tokens_end_an_answer(tiny_engine):
     pytest.fail("no answer ended")
 
 
-def test_grpc_is_missing(roomy_engine):
+def test_grpc_port_without_grpcio_names_the_extra(roomy_engine):
     hides = "import importlib.util; importlib.util.find_spec = lambda name: None; "
     code = hides + "from edgellm.tools.serve.cli import main; main()"
     command = [sys.executable, "-c", code, "--engineDir", str(roomy_engine)]

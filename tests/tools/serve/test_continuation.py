@@ -54,7 +54,7 @@ def _chat(client, turns=TURNS, **more):
     return client.chat.completions.create(**asked, extra_body=more)
 
 
-def test_openais_client(client, expected):
+def test_openais_client_continues_a_last_assistant_message(client, expected):
     continued, answered = expected
     found = _chat(client)
     assert found.choices[0].message.content == continued.text
@@ -86,7 +86,7 @@ def test_what_cannot_be_continued_is_one_clear_error(client, turn, fault):
     assert "\n" not in caught.value.body["message"]
 
 
-def test_anthropics_client(server, expected):
+def test_anthropics_client_continues_a_last_assistant_message(server, expected):
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     blocks = [{"type": "text", "text": "w21 "}, {"type": "text", "text": "w22"}]
     for turns in (TURNS, [TURNS[0], {"role": "assistant", "content": blocks}]):
@@ -101,13 +101,13 @@ def test_anthropics_client(server, expected):
         client.messages.create(model="tiny", messages=turns, max_tokens=6)
 
 
-def test_ollamas_client(server, expected):
+def test_ollamas_client_continues_a_last_assistant_message(server, expected):
     options = {"temperature": 0, "num_predict": 6}
     found = ollama.Client(server.url).chat(model="tiny", messages=TURNS, options=options)
     assert found.message.content == expected[0].text
 
 
-def test_responses(client, expected):
+def test_the_responses_api_continues_a_last_assistant_message(client, expected):
     text = {"type": "output_text", "text": "w21 w22"}
     for content in ("w21 w22", [text]):
         turns = [TURNS[0], {"role": "assistant", "content": content}]
@@ -129,7 +129,7 @@ def test_tokens_are_those_of_the_chat(server, offline):
         assert found["tokens"] == tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_files_and_python(offline, expected):
+def test_request_files_and_python_continue_alike(offline, expected):
     for more, text, answer in (
         ({}, BEGUN, expected[0]),
         ({"continue_final_message": True}, BEGUN, expected[0]),
@@ -147,7 +147,7 @@ def test_files_and_python(offline, expected):
             assert response["finish_reason"] == "length"
 
 
-def test_variables_that_the_template_does_not_read(server):
+def test_unread_chat_template_kwargs_are_rejected_with_a_hint(server):
     asked = {"messages": TURNS[:1], "max_tokens": 1}
     for name, hint in (
         ("temperature", "give temperature as a field of the request"),

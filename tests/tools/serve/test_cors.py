@@ -53,7 +53,7 @@ def test_no_cors_headers_without_the_flag(server):
     assert "access-control-allow-origin" not in response.headers
 
 
-def test_allowed_origins(roomy_engine, tmp_path):
+def test_only_allowed_origins_get_cors_headers(roomy_engine, tmp_path):
     (tmp_path / "keys").write_text("a-key-of-a-page")
     flags = ["--allowOrigin", "HTTP://localhost:3000/", "--allowOrigin", "app://notes"]
     flags += ["--apiKeyFile", tmp_path / "keys", "--modelName", "tiny"]

@@ -261,5 +261,5 @@ GUARDED_ACTS = {
 
 
 @pytest.mark.parametrize("name", GUARDED_ACTS)
-def test_a_client_of_a_guarded_server(guarded, name):
+def test_a_guarded_server_refuses_hostile_requests_and_keeps_answering(guarded, name):
     guarded.survives(GUARDED_ACTS[name])

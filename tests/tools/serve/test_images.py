@@ -119,7 +119,7 @@ def test_pictures_inside_a_request(server, offline):
     assert _ask(server, _uri(RED), _uri(BLUE)) == (200, offline(RED, BLUE))
 
 
-def test_films(server, engines, pictures):
+def test_videos_of_frames_are_answered_as_by_the_engine(server, engines, pictures):
     """As vLLM's clients send them, and frame by frame; files where they are allowed."""
     frames = [_uri(RED), _uri(BLUE), _uri(RED), _uri(BLUE)]
     llm = LLM(engines.engine, multimodal_engine_dir=engines.visual_engine)
@@ -188,7 +188,7 @@ def test_paths_are_no_urls(server, url):
     assert "only data: URIs" in message
 
 
-def test_what_is_allowed_and_no_picture(server, pictures):
+def test_allowed_files_that_are_no_images_get_400(server, pictures):
     (pictures / "allowed" / "notes.png").write_text("no picture")
     for name in ("notes.png", "missing.png", "."):
         status, message = _ask(server, f"file://{pictures}/allowed/{name}")

@@ -40,7 +40,7 @@ TEXT, MOST = _json("text_input", "BYTES", PROMPT), _json("max_tokens", "INT32", 
 WITHOUT = _json("exclude_input_in_output", "BOOL", True)
 
 
-def test_tensors_in_json(server, expected):
+def test_infer_with_json_tensors_returns_the_requested_outputs(server, expected):
     status, found = server.json(PATH, {"id": "7", "inputs": [TEXT, MOST, WITHOUT]})
     assert (status, found["id"], found["model_version"]) == (200, "7", "1")
     (output,) = found["outputs"]
@@ -113,7 +113,7 @@ def test_metadata_over_http(server):
         ({"inputs": [{**TEXT, "parameters": {"binary_data_size": 9}}]}, "binary_data_size"),
     ],
 )
-def test_faulty_requests(server, body, fragment):
+def test_invalid_infer_bodies_get_400_with_the_reason(server, body, fragment):
     status, found = server.json(PATH, body)
     assert (status, list(found)) == (400, ["error"])
     assert fragment in found["error"]
@@ -148,7 +148,7 @@ def test_bytes_after_the_json():
             read_bytes(name, datatype, [1], wrong)
 
 
-def test_what_genai_perf_sends():
+def test_sampling_parameters_of_genai_perf_are_read():
     """Numbers of vLLM's parameters come as texts."""
     given = [
         Tensor(name="text_input", datatype="BYTES", shape=(1,), values=("w20",)),

@@ -107,6 +107,6 @@ def test_a_server_starts_where_it_ended(roomy_engine, tmp_path):
         ((), "--slotSavePath /dev/null/contexts: Not a directory"),
     ],
 )
-def test_what_cannot_be(roomy_engine, flags, reason):
+def test_an_unusable_slot_save_path_fails_at_start(roomy_engine, flags, reason):
     with pytest.raises(AssertionError, match=reason):
         ServerProcess(roomy_engine, "--slotSavePath", "/dev/null/contexts", *flags)

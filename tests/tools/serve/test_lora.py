@@ -131,7 +131,7 @@ def test_adapters_are_models(adapted, adapters, expected):
         ("load_lora_adapter", {"lora_name": "a"}, 400, "lora_path: field required"),
     ],
 )
-def test_refusals(adapted, path, body, status, words):
+def test_invalid_adapter_requests_are_rejected_with_the_reason(adapted, path, body, status, words):
     found, answer = adapted.json(f"/v1/{path}", body)
     assert found == status
     assert words in answer["error"]["message"]

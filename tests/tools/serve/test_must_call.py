@@ -118,7 +118,7 @@ ONE = {"type": "function", "function": {"name": "eaten"}}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_named_tool_and_a_required_one(client, stream):
+def test_named_and_required_tool_choice_give_exactly_one_call(client, stream):
     for choice, more in ((ONE, {}), ("required", {"parallel_tool_calls": False})):
         found = client.chat.completions.create(
             **ASK, tools=TOOLS, tool_choice=choice, temperature=2, seed=1, stream=stream, **more

@@ -195,7 +195,7 @@ def test_tokens_come_with_their_origin_when_asked(client):
     assert origins.count("drafted") == speculation["total_accepted_draft_tokens"]
 
 
-def test_models(client):
+def test_the_model_list_has_the_served_model(client):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "edgellm"
 

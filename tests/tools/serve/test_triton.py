@@ -141,7 +141,7 @@ def test_errors_have_tritons_form(server):
         assert fragment in found["error"]
 
 
-def test_health(server):
+def test_health_and_ready_paths_answer_200(server):
     for path in ("/v2/health/ready", "/v2/health/live", "/v2/models/tiny/ready"):
         status, _, content = server.send(path)
         assert (status, content) == (200, b"")

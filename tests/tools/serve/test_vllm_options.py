@@ -106,7 +106,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(client, changed, fragmen
         client.completions.create(**{**GREEDY, "prompt": "w20", **changed})
 
 
-def test_endings(client, texts):
+def test_stop_token_ids_end_after_min_tokens(client, texts):
     ids = texts[0].token_ids
     extra = {"stop_token_ids": [ids[3]], "ignore_eos": True, "min_tokens": 2}
     found = client.completions.create(**GREEDY, prompt=PROMPTS[0], logprobs=0, extra_body=extra)
@@ -193,7 +193,7 @@ def test_tokens_of_texts_and_chats(server, offline):
         ("/detokenize", {"tokens": "w2"}, 400, "tokens"),
     ],
 )
-def test_faulty_questions_for_tokens(server, path, body, status, fragment):
+def test_invalid_tokenize_requests_are_rejected(server, path, body, status, fragment):
     found = server.json(path, body)
     assert found[0] == status, found
     assert fragment in found[1]["error"]["message"]

@@ -127,7 +127,7 @@ def test_requests_after_a_failure_are_correct(worker, error, caplog):
     assert bool(caplog.records) == is_unexpected  # the log has the traceback of these alone
 
 
-def test_a_full_queue_and_the_end(worker):
+def test_a_full_queue_gives_429_and_a_draining_server_503(worker):
     _submit(worker, tokens=3000)
     while not worker.running:
         time.sleep(0.001)

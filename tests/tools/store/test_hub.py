@@ -86,7 +86,7 @@ def test_a_repository_without_fitting_files_is_refused(names, precision, fragmen
     ("text", "is_one"),
     [("Qwen/Qwen3-0.6B", True), ("o/m:Q4_K_M", True), ("m", False), ("a/b/c", False), ("", False)],
 )
-def test_hub_ids(text, is_one):
+def test_a_hub_id_is_owner_model_and_optional_precision(text, is_one):
     assert is_id(text) == is_one
 
 
@@ -125,7 +125,7 @@ def test_a_download_that_breaks_goes_on_where_it_stopped(hub, tmp_path):
     assert ranges == ["", f"bytes={10 << 20}-"]
 
 
-def test_access_is_explained(edgellm, hub, monkeypatch):
+def test_gated_and_missing_models_get_a_remedy(edgellm, hub, monkeypatch):
     hub.gated.add("owner/tiny")
     assert_one_line_error(edgellm("pull", "owner/tiny"), "gated", "HF_TOKEN")
     assert_one_line_error(edgellm("pull", "owner/none"), "the hub has no model owner/none")

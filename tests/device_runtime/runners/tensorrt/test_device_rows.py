@@ -49,7 +49,7 @@ def test_rows_are_taken_in_any_order(matrix):
     assert np.asarray(taken, np.float16).dtype == np.float16
 
 
-def test_stores_and_joins(matrix):
+def test_storing_and_concatenating_device_rows_equals_numpy(matrix):
     rows, host, _, _ = matrix
     store = np.zeros_like(rows[0], shape=(5, WIDTH))
     store[0] = rows[0][5]

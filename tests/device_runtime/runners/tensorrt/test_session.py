@@ -246,7 +246,7 @@ def test_no_size_of_a_pass_is_computed_on_the_device(lowered):
 
 
 # ------------------------------------------------------------------------- parts, and controls
-def test_buckets():
+def test_a_pass_is_padded_to_the_next_bucket_size():
     assert bucket_sizes(60) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 60]
     assert bucket_sizes(1) == [1]
     assert bucket_sizes(8) == [1, 2, 4, 8]
