@@ -87,7 +87,7 @@ def test_different_kinds_cannot_be_compared(tiny_bundle, tiny_engine):
 
 def test_the_command_prints_tables_json_and_pages(run_inspect, tiny_engine, tiny_bundle, tmp_path):
     page = tmp_path / "page.html"
-    result = run_inspect(tiny_engine, "--html", page, "--context", 9999)
+    result = run_inspect(tiny_engine, "--all", "--html", page, "--context", 9999)
     assert result.returncode == 0, result.stderr
     assert "KV cache, 64 tokens (all)" in result.stdout
     assert "64 tokens of context" in result.stdout
@@ -108,7 +108,9 @@ def test_tables_need_no_template_library(tiny_bundle):
     """Jinja is in extras; the command without --html runs with the base packages."""
     code = "import sys; from edgellm.tools.inspection.cli import app; app(standalone_mode=False); "
     code += "assert 'jinja2' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, tiny_bundle], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code, tiny_bundle, "--all"], check=True, capture_output=True
+    )
 
 
 def test_the_page_needs_no_network(tiny_engine, eagle_pair):

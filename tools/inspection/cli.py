@@ -54,6 +54,15 @@ Context = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of tables.", rich_help_panel="Output")
 ]
+ShowAll = Annotated[
+    bool,
+    typer.Option(
+        "--all",
+        help="Show all tables: layers, inputs and outputs, kernels, estimates and origins, "
+        "instead of one screen.",
+        rich_help_panel="Output",
+    ),
+]
 HtmlFile = Annotated[
     Path | None,
     typer.Option(
@@ -65,7 +74,7 @@ HtmlFile = Annotated[
 
 
 @app.command(
-    common=("path", "--diff", "--verify", "--json", "--html"),
+    common=("path", "--all", "--diff", "--verify", "--json"),
     examples=(
         "edgellm-inspect engine --verify",
         "edgellm-inspect bundle --diff other_bundle --html page.html",
@@ -78,6 +87,7 @@ def inspect(
     context: Context = 1024,
     as_json: AsJson = False,
     html: HtmlFile = None,
+    show_all: ShowAll = False,
 ) -> None:
     """Show contents, memory, speed and origin of a checkpoint, bundle or engine."""
     from edgellm.core.artifact import check_output_file
@@ -98,8 +108,14 @@ def inspect(
     from edgellm.tools.inspection.output.tables import tables
 
     context = min(context, report.capacity) or context
-    title = report.title + (", all hashes right" if verify else "")
-    _print(report_json(report, context) if as_json else None, title, tables(report, context))
+    ending = ", all hashes right" if verify else ""
+    if as_json or show_all:
+        content = report_json(report, context) if as_json else None
+        _print(content, report.title + ending, tables(report, context))
+    else:
+        from edgellm.tools.inspection.output.summary import summary
+
+        typer.echo("\n".join(summary(report, context, ending)))
     if html is not None:
         from edgellm.tools.inspection.output.page import report_page
 

@@ -204,6 +204,6 @@ def test_llm_build_compiles_medusa_heads(command_here, eagle_pairs, tmp_path):
         3,
         ["heads.engine", "heads.layers.json"],
     )
-    shown = command_here("edgellm-inspect", tmp_path / "engine" / "draft")
+    shown = command_here("edgellm-inspect", tmp_path / "engine" / "draft", "--all")
     assert (shown.returncode, "medusa" in shown.stdout) == (0, True), shown.stderr
     assert "Compiled kernels: heads" in shown.stdout

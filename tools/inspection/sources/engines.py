@@ -32,6 +32,7 @@ from edgellm.tools.inspection.sources.specs import (
 )
 from edgellm.tools.inspection.sources.trt_layers import fusions_of
 
+NO_TREES = "none: not an EAGLE base"
 _AS_STORED = "as stored, without ONNX Runtime's packed copies, which replace them"
 
 
@@ -177,4 +178,4 @@ def _precisions(manifest: Engine) -> str:
 
 
 def _nodes(size: int) -> str:
-    return f"{size} nodes" if size else "none: not an EAGLE base"
+    return f"{size} nodes" if size else NO_TREES
