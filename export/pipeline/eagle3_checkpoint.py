@@ -4,12 +4,14 @@ Sources: vLLM 0.32 (`llama_eagle3.py`, `gpu_model_runner.py`), which was also ru
 (docs/how-to/hand-over.md), SGLang (`models/llama_eagle3.py`) and TensorRT-LLM
 (`_torch/models/modeling_speculative.py`, `llmapi/llm_args.py`). All three use SpecForge's tensor
 names and `d2t` as differences. They differ in the supported parts of a draft, and in the config
-keys of the taps.
+keys of the taps. From 0.24 on vLLM reads GGUF files with its plugin `vllm-gguf-plugin`; that
+command was not run.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +56,8 @@ _KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_val
 class Engine:
     """Draft features that an engine supports, and its command."""
 
-    command: str  # with {base}, {draft} and {outputs}: the tapped layers
+    command: str  # with {base}, {draft}, {outputs}: the tapped layers, and {tokenizer}: flags
+    gguf: str = ""  # installs what reads a GGUF base; "": it takes none with a draft
     more_layers: bool = False
     any_taps: bool = False  # not just three
     norms: frozenset[str] = frozenset()  # of `Norms`
@@ -64,8 +67,9 @@ class Engine:
 
 ENGINES = {
     "vllm": Engine(
-        command="vllm serve {base} --speculative-config "
+        command="vllm serve {base}{tokenizer} --speculative-config "
         '\'{{"method": "eagle3", "model": "{draft}", "num_speculative_tokens": 3}}\'',
+        gguf="pip install 'vllm>=0.24' 'vllm-gguf-plugin>=0.0.2'",
         more_layers=True,
         any_taps=True,
         norms=frozenset(["before_residual", "before_fc", "fc_norm", "output"]),
@@ -107,7 +111,13 @@ def hand_over(
     """
     engine = find_engine(name)
     require_own(output)
-    base = open_checkpoint(base_dir, tokenizer=False)
+    has_gguf = _is_gguf(base_dir)
+    if has_gguf and not engine.gguf:
+        raise UnsupportedModelError(
+            f"--for {name}: it takes no draft for the GGUF file {base_dir}",
+            hint="give the Hugging Face folder of the base as --base_model_dir, or --for vllm",
+        )
+    base = open_checkpoint(base_dir, tokenizer=has_gguf)
     refuse_rotated(base, f"--for {name}")
     config = understand_draft(draft, base, DraftOptions(ignore_config_keys=ignored))
     if not isinstance(config, DraftConfig) or config.method != "eagle3":
@@ -133,7 +143,10 @@ def hand_over(
         write_safetensors(folder / "model.safetensors", tensors, sorted(tensors.infos()))
         text = json.dumps(_config(draft.config, config), indent=2)
         (folder / "config.json").write_text(text + "\n", "utf-8")
-        move_files(folder, output, ["model.safetensors", "config.json"], own_files(output), facts)
+        for file, content in base.tokenizer_files.items():  # of a GGUF file
+            (folder / file).write_bytes(content)
+        names = sorted(path.name for path in folder.iterdir())
+        move_files(folder, output, names, own_files(output), facts)
     return command_line(name, base_dir, output)
 
 
@@ -146,10 +159,22 @@ def find_engine(name: str) -> Engine:
 
 
 def command_line(name: str, base_dir: str, output: Path) -> str:
-    """The command of an engine with a draft that `hand_over` wrote."""
+    """The command of an engine with a draft that `hand_over` wrote.
+
+    A GGUF base takes the tokenizer of the draft's folder, and an installation before it.
+    """
+    engine = find_engine(name)
     taps = read_json(output / "config.json")[TAP_IDS]
     outputs = ", ".join(str(tap - 1) for tap in taps)
-    return find_engine(name).command.format(base=base_dir, draft=output, outputs=outputs)
+    has_gguf, base = _is_gguf(base_dir), shlex.quote(base_dir)
+    tokenizer = f" --tokenizer {shlex.quote(str(output))}" if has_gguf else ""
+    line = engine.command.format(base=base, draft=output, outputs=outputs, tokenizer=tokenizer)
+    return f"{engine.gguf}\n{line}" if has_gguf else line
+
+
+def _is_gguf(model_dir: str) -> bool:
+    path = Path(model_dir).expanduser()
+    return path.is_file() and path.suffix == ".gguf"
 
 
 def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) -> None:

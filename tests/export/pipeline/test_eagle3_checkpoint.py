@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from draft_layouts import BASE, LAYOUTS
 from eagle_reference import make_draft
+from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.eagle3_checkpoint import ENGINES, hand_over
+from edgellm.export.pipeline.eagle3_checkpoint import ENGINES, command_line, hand_over
 from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -103,8 +106,36 @@ def test_export_checkpoint_prints_the_command_of_the_engine(tmp_path, bases, com
     again = command("edgellm-export", "checkpoint", *arguments, tmp_path / "out", "--for", "vllm")
     assert "finished already" in again.stdout
     assert again.stdout.splitlines()[1:] == said.stdout.splitlines()[1:]
+    spaced = Path(shutil.copytree(base, tmp_path / "a base"))
+    line = command_line("vllm", str(spaced), tmp_path / "out")
+    assert shlex.split(line)[:3] == ["vllm", "serve", str(spaced)]
     other = ("--for", "sglang")
     refused = command("edgellm-export", "checkpoint", *arguments, tmp_path / "out", *other)
-    assert_one_line_error(refused, "it has for vllm, not sglang", "--overwrite")
+    assert_one_line_error(refused, "it has --for vllm, not sglang", "--overwrite")
     with pytest.raises(EdgeLLMError, match="no such"):
         hand_over(open_draft(str(draft)), str(base), "tgi", tmp_path / "o")
+
+
+def test_a_gguf_base_takes_a_tokenizer_and_a_version(tmp_path, bases, command_here):
+    """Transformers reads the tokenizer, and encodes with it as edgellm does."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    layout = LAYOUTS["angelslim"]
+    draft, base = make_draft(tmp_path / "draft", layout), tmp_path / "a base.gguf"
+    folder = bases(layout.tied_base)
+    write_gguf(base, "llama", AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
+    flags = ("--draft_model_dir", draft, "--base_model_dir", base, "--output_dir", tmp_path / "out")
+    for engine in ("sglang", "tensorrt-llm"):
+        refused = command_here("edgellm-export", "checkpoint", *flags, "--for", engine)
+        assert_one_line_error(refused, "takes no draft for the GGUF file", "--for vllm")
+    said = command_here("edgellm-export", "checkpoint", *flags, "--for", "vllm")
+    assert said.returncode == 0, said.stderr
+    _, install, serve = said.stdout.splitlines()
+    assert shlex.split(install) == ["pip", "install", "vllm>=0.24", "vllm-gguf-plugin>=0.0.2"]
+    words = shlex.split(serve)
+    assert words[:5] == ["vllm", "serve", str(base), "--tokenizer", str(tmp_path / "out")]
+    assert json.loads(words[-1])["model"] == str(tmp_path / "out")
+    read = AutoTokenizer.from_pretrained(tmp_path / "out")
+    own = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert read("w20 w30").input_ids == own.encode("w20 w30").ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from conftest import assert_one_line_error
@@ -185,6 +186,15 @@ def test_invalid_bundles_and_targets_are_rejected(bundle, tmp_path):
     assert result.returncode == 0
     steps = ["comparing with the target", "sending: 0%", "verifying the hashes on the target"]
     assert result.stderr.splitlines() == steps
+
+
+def test_a_local_copy_needs_no_rsync(bundle, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    for name in ("sh", "sha256sum", "df", "mkdir", "mv", "rm", "cat", "tail", "rmdir"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    result = run_transfer(bundle, tmp_path / "there")
+    assert (result.returncode, "4 of 4 files" in result.stdout) == (0, True), result.stderr
 
 
 def test_a_full_local_disk_is_reported(bundle, tmp_path):
