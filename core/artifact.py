@@ -40,7 +40,7 @@ from edgellm.core.strict_json import parse
 # file, so that it is neither hashed nor transferred.
 MADE_BY_NAME = ".made_by.json"
 COMMAND, SETTINGS, INPUTS = "command", "settings", "inputs"
-_SIZES, _DONE = "files", "finished"
+_FILES, _DONE = "files", "finished"
 
 
 def cache_folder() -> Path:
@@ -165,18 +165,18 @@ def move_files(
     Raises:
         EdgeLLMError: with `facts`, a foreign file has one of the names.
     """
-    sizes = {name: (temporary / name).stat().st_size for name in names}
+    files = {name: _state_of(temporary / name) for name in names}
     if facts:
         _require_free(output, names, own_files(output))
     with defer_interrupt():
         if facts and not output.is_symlink() and not (output.exists() and any(output.iterdir())):
             output.parent.mkdir(parents=True, exist_ok=True)
-            _write_record(temporary, facts, sizes, is_finished=True)
+            _write_record(temporary, facts, files, is_finished=True)
             temporary.replace(output)
             return
         output.mkdir(parents=True, exist_ok=True)
         if facts:
-            _write_record(output, facts, dict.fromkeys(old, 0) | sizes, is_finished=False)
+            _write_record(output, facts, {name: [0, 0] for name in old} | files, is_finished=False)
         else:
             (output / MADE_BY_NAME).unlink(missing_ok=True)
         for name in names:
@@ -186,13 +186,19 @@ def move_files(
         for name in old - {*names, MADE_BY_NAME}:
             (output / name).unlink(missing_ok=True)
         if facts:
-            _write_record(output, facts, sizes, is_finished=True)
+            _write_record(output, facts, files, is_finished=True)
+
+
+def _state_of(path: Path) -> list[int]:
+    """Size and time of the last change in ns."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _write_record(
-    output: Path, facts: dict[str, Any], sizes: dict[str, int], *, is_finished: bool
+    output: Path, facts: dict[str, Any], files: dict[str, list[int]], *, is_finished: bool
 ) -> None:
-    record = {**facts, _DONE: is_finished, _SIZES: sizes}
+    record = {**facts, _DONE: is_finished, _FILES: files}
     replace_file(output / MADE_BY_NAME, json.dumps(record, indent=2) + "\n")
 
 
@@ -202,23 +208,38 @@ def read_record(folder: Path) -> dict[str, Any]:
         record = parse((folder / MADE_BY_NAME).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    parts = (SETTINGS, INPUTS, _SIZES)
+    parts = (SETTINGS, INPUTS, _FILES)
     is_valid = isinstance(record, dict) and all(isinstance(record.get(key), dict) for key in parts)
-    return record if is_valid and isinstance(record.get(COMMAND), str) else {}
+    if not is_valid or not isinstance(record.get(COMMAND), str):
+        return {}
+    return record if all(isinstance(each, list) for each in record[_FILES].values()) else {}
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder has a record of a finished run and all of its files."""
+    """Whether the folder has a record of a finished run and all of its files, unchanged.
+
+    Files with new times, such as those of a copy, are hashed if they are an artifact's.
+    """
     record = read_record(folder)
-    found = ((folder / name, size) for name, size in record.get(_SIZES, {}).items())
-    return record.get(_DONE) is True and all(
-        path.is_file() and path.stat().st_size == size for path, size in found
-    )
+    if record.get(_DONE) is not True:
+        return False
+    listed = {folder / name: state for name, state in record[_FILES].items()}
+    if not all(path.is_file() for path in listed):
+        return False
+    found = {path: _state_of(path) for path in listed}
+    if found == listed or not artifact_kind(folder):
+        return all(found[path][:1] == state[:1] for path, state in listed.items())
+    try:
+        raw = parse((folder / MANIFEST_NAME).read_text("utf-8"))["files"]
+        verify_files(folder, {name: FileRecord(**facts) for name, facts in raw.items()})
+    except (BrokenArtifactError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def own_files(folder: Path) -> set[str]:
     """Files in the folder that edgellm wrote, by its records; empty for a foreign folder."""
-    recorded = read_record(folder).get(_SIZES, {})
+    recorded = read_record(folder).get(_FILES, {})
     own = {MADE_BY_NAME, *recorded} if recorded else set()
     kind = artifact_kind(folder)
     own |= _listed_files(folder, kind) if kind else set()

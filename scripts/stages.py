@@ -77,7 +77,7 @@ def run_unless(is_current: bool, name: str, *arguments: object) -> None:
     if is_current:
         print(f"    {name} {arguments[0]}: is up to date")
     else:
-        command(name, *arguments)
+        command(name, *arguments, "--overwrite")
 
 
 def command(name: str, *arguments: object) -> None:

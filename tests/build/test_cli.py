@@ -248,6 +248,12 @@ def test_the_same_command_returns_at_once(command_here, tiny_bundle, tmp_path):
     again = _build(command_here, tiny_bundle, engine)
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout.splitlines()[-1].startswith(f"{engine}: finished already")
+    copy = Path(shutil.copytree(engine, tmp_path / "copy", copy_function=shutil.copyfile))
+    assert "finished already" in _build(command_here, tiny_bundle, copy).stdout
+    weights = next(copy.glob("*.data"))
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert "finished already" not in _build(command_here, tiny_bundle, copy).stdout
+    verify_files(copy, load_engine(copy, LLM_ENGINE).files)
     other = _build(command_here, tiny_bundle, engine, *SMALL, "--threads", 1)
     assert_one_line_error(other, "it has --threads 0, not 1", "--overwrite")
     assert other.returncode == 2

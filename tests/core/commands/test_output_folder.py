@@ -136,7 +136,7 @@ def test_a_record_names_no_files_outside(model, tmp_path):
     outside.write_text("mine")
     _write(output, _key(model), "a")
     record = (output / MADE_BY_NAME).read_text()
-    more = f'"../outside": 1, "{outside}": 1, "a":'
+    more = f'"../outside": [1, 1], "{outside}": [1, 1], "a":'
     (output / MADE_BY_NAME).write_text(record.replace('"a":', more))
     assert own_files(output) == {"a", MADE_BY_NAME}
     _write(output, _key(model, dtype="fp32"), "c")
