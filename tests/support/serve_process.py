@@ -23,7 +23,8 @@ class ServerProcess:
     """`edgellm-serve` on a free port of 127.0.0.1."""
 
     def __init__(self, engine: Path, *flags: object) -> None:
-        command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", engine, *flags]
+        command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", engine]
+        command += ["--logLevel", "warning", *flags]
         self.process = subprocess.Popen(
             [*map(str, command), "--port", "0"],
             stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from edgellm.tools.serve.http import errors
 from edgellm.tools.serve.http.cors import share
 from edgellm.tools.serve.http.openapi import document
 from edgellm.tools.serve.http.page import add_page
+from edgellm.tools.serve.http.request_log import RequestLog
 from edgellm.tools.serve.protocols.kserve.routes import add_kserve
 from edgellm.tools.serve.protocols.openai import chat, completions
 from edgellm.tools.serve.protocols.openai import models as model_cards
@@ -50,7 +51,8 @@ def create_app(engines: EnginePool) -> FastAPI:
     errors.install(app)
     app.openapi = document(app)  # type: ignore[method-assign]
     app.add_middleware(Auth, engines=engines)
-    share(app, engines.settings.origins)  # outermost, so that web pages can read errors of `Auth`
+    share(app, engines.settings.origins)  # around `Auth`, so that web pages can read its errors
+    app.add_middleware(RequestLog)  # outermost
     return app
 
 

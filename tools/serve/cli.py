@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,7 +41,7 @@ def edgellm_serve(
     from edgellm.tools.serve import heap, settings
     from edgellm.tools.serve.engines import models
     from edgellm.tools.serve.engines.loading import Loading
-    from edgellm.tools.serve.http import cors
+    from edgellm.tools.serve.http import cors, request_log
     from edgellm.tools.serve.protocols.openai import lora
     from edgellm.tools.serve.routing.engine_pool import EnginePool
 
@@ -87,6 +86,7 @@ def edgellm_serve(
     listeners = _listeners(flags.host, flags.port, flags.metrics_port, flags.grpc_port)
     engines = EnginePool(given, loading, wanted)
     lora.load_given(engines.begin(), flags.lora_modules or (), [model.name for model in given])
+    request_log.configure(flags.log_level, flags.log_format)
     _run(engines, listeners, flags.grpc_port, flags.host, flags.drain_timeout)
 
 
@@ -122,7 +122,6 @@ def _run(
     from edgellm.tools.serve.app import create_app, create_metrics_app
     from edgellm.tools.serve.server import CompanionServer, MetricsServer, serve
 
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     listener, figures = listeners
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"

@@ -234,6 +234,26 @@ OverriddenDefaults = Annotated[
     ),
 ]
 
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(
+        "--logLevel",
+        metavar="debug/info/warning/error",
+        help="Log messages of this level and above; info has a line for each request, debug "
+        "also for probes.",
+        rich_help_panel="Output",
+    ),
+]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    typer.Option(
+        "--logFormat",
+        metavar="text/json",
+        help="Write the log as text, or as a JSON object a line.",
+        rich_help_panel="Output",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFlags:
@@ -266,6 +286,8 @@ class ServeFlags:
     slot_save_path: SlotSavePath = None
     allow_special_tokens: AllowSpecialTokens = False
     verify: Verify = None
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
 
 with_serve_flags = with_flags("flags", ServeFlags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.serve.http.connection import TimedConnection
 from edgellm.tools.serve.routing.engine_pool import EnginePool
 
+_log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LAST_EVENTS_S = 3  # for clients to read what was sent before the end
 _UNREAD_S = 60  # a peer that acknowledges nothing for this time is gone
@@ -97,6 +99,7 @@ class DrainingServer(uvicorn.Server):
         if self.should_exit:
             self._engines.end()
             return
+        _log.info("stopping: running requests have %d s to finish", self._drain_timeout_s)
         self._engines.drain()
         asyncio.get_running_loop().call_later(self._drain_timeout_s, self._engines.end)
         self.should_exit = True

@@ -102,15 +102,29 @@ def test_a_false_content_length_affects_no_other_client(server):
     assert _is_served(server)
 
 
-def test_unknown_paths_get_404_with_the_known_ones_and_methods_405(server):
+LISTED = "GET /openapi.json lists all"
+
+
+def test_unknown_paths_get_404_with_the_nearest_and_methods_405(server):
     status, found = server.json("/v1/nothing")
     assert status == 404
     assert "there is no /v1/nothing here" in found["error"]["message"]
-    for what in ("POST /v1/chat/completions", "GET /v1/models", "POST /tokenize", "GET /version"):
-        assert what in found["error"]["message"]
-    status, found = server.json("/v2/nothing")
+    for method, path, meant in (
+        ("POST", "/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/v1/v1/chat/completions", "POST /v1/chat/completions"),
+        ("POST", "/v1/message", "POST /v1/messages"),
+        ("POST", "/api/gen", "POST /api/generate"),
+        ("GET", "/models", "GET /v1/models"),
+    ):
+        _, _, content = server.send(path, b"{}" if method == "POST" else None)
+        message = json.loads(content)["error"]
+        message = message if isinstance(message, str) else message["message"]
+        assert message == f"there is no {path} here; did you mean {meant}? {LISTED}"
+    message = server.json("/qqq")[1]["error"]["message"]
+    assert message == f"there is no /qqq here; {LISTED}"
+    status, found = server.json("/v2/models/tiny/generates", {})
     assert (status, list(found)) == (404, ["error"])
-    assert "POST /v2/models/{name}/generate" in found["error"]
+    assert "did you mean POST /v2/models/{name}/generate?" in found["error"]
     status, response, _ = server.send(CHAT, method="DELETE")
     assert status == 405
     assert response.headers["allow"] == "POST"

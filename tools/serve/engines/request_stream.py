@@ -9,11 +9,20 @@ from typing import Any, Protocol
 
 from starlette.types import Receive
 
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
 from edgellm.tools.serve.engines.event_queue import loop_event_queue
-from edgellm.tools.serve.engines.events import Event, Failed, Finished
+from edgellm.tools.serve.engines.events import (
+    Event,
+    Failed,
+    Finished,
+    OutputSwitch,
+    Started,
+)
 from edgellm.tools.serve.engines.worker import Job, Worker, too_late
 from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.http.request_log import REQUEST_FACTS, RequestFacts
 
 BODY_BYTES = "edgellm.body_bytes"  # in a scope: the size of a request's body
 _LAST_PASS_S = 10.0  # for the pass that runs when the time is over
@@ -71,6 +80,9 @@ class Call:
         )
         worker.submit(self._job)
         self._left = len(asks)
+        self._facts: RequestFacts = request.scope.get(REQUEST_FACTS, RequestFacts())
+        self._prompts = [ask.prompt if isinstance(ask, EngineRequest) else ask for ask in asks]
+        self._at, self._counted = 0, set[int]()  # sequence of the next event; counted prompts
         self._deadline = deadline
         self._timer = self._loop.call_at(deadline, self._expire)
         self._watch: asyncio.Task[None] | None = asyncio.create_task(
@@ -95,13 +107,30 @@ class Call:
         for at, event in enumerate(events):  # a disconnect may overtake the last step
             if isinstance(event, Failed):
                 if not at:
+                    self._facts.ending = _reason(event.error)
                     events.clear()  # the error's frames refer to them
                     raise event.error
                 self._events.put_nowait(event)  # earlier events are delivered first
                 events = events[:at]
                 break
-        self._left -= sum(isinstance(event, Finished) for event in events)
+        for event in events:
+            self._count(event)
         return events
+
+    def _count(self, event: Event) -> None:
+        """Count finished sequences, and for the log tokens; a prompt of several choices once."""
+        facts = self._facts
+        if isinstance(event, OutputSwitch):
+            self._at = event.at
+        elif isinstance(event, Started):
+            prompt = id(self._prompts[self._at])
+            facts.prompt_tokens += 0 if prompt in self._counted else event.prompt_tokens
+            self._counted.add(prompt)
+        elif isinstance(event, Step):
+            facts.output_tokens += len(event.token_ids)
+        elif isinstance(event, Finished):
+            self._left -= 1
+            facts.prompt_tokens += event.prompt_tokens if event.embedding is not None else 0
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
         """Yield events until all sequences are finished; raises as `arrived`."""
@@ -131,6 +160,13 @@ class Call:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self._fail(DisconnectedError())
+
+
+def _reason(error: Exception) -> str:
+    """Why an output ended early, for the log."""
+    if isinstance(error, DisconnectedError):
+        return "the client disconnected"
+    return str(error) if isinstance(error, (ApiError, EdgeLLMError)) else "an unexpected error"
 
 
 def _too_late() -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import http
 import re
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ _REMEDIES = {
     "tool_choice": 'give "auto", "none", "required" or a function\'s name',
     "prompt": "give a text, its token ids, or a list of either",
 }
+_MAX_PATH, _NEAR = 100, 0.5  # characters; least similarity of the nearest route
 _LITERAL = re.compile("'([^']*)'")
 _SUFFIX = "suffix: the model continues a text; it cannot fill a gap before a suffix"
 
@@ -124,7 +126,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         detail = str(error.detail)
         if error.status_code == http.HTTPStatus.NOT_FOUND:
-            detail = f"there is no {request.url.path[:100]} here; there are {_paths(app)}"
+            detail = _not_found(app, request)
         answer = response_for(request.url.path, ApiError(error.status_code, detail))
         answer.headers.update(error.headers or {})
         return answer
@@ -144,15 +146,17 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
 
 
-def _paths(app: FastAPI) -> str:
-    """The paths of an application, for a 404."""
-    found = [
-        f"{method} {route.path}"
-        for route in app.routes
-        if isinstance(route, APIRoute) and route.include_in_schema
-        for method in sorted(route.methods or ())
-    ]
-    return ", ".join([*found, "GET /openapi.json", "GET / (a page to chat on)"])
+def _not_found(app: FastAPI, request: Request) -> str:
+    """The message of a 404, with the nearest route."""
+    routes = [each for each in app.routes if isinstance(each, APIRoute) and each.include_in_schema]
+    path, known = request.url.path[:_MAX_PATH], {each.path: each for each in routes}
+    ours = [one for one in known if request.method in (known[one].methods or ())] or [*known]
+    nearest = difflib.get_close_matches(path, ours, n=1, cutoff=_NEAR)
+    meant = ""
+    if nearest:
+        method = min(known[nearest[0]].methods or ["GET"])
+        meant = f"did you mean {method} {nearest[0]}? "
+    return f"there is no {path} here; {meant}GET /openapi.json lists all"
 
 
 def _fault(errors: Sequence[Any]) -> Any:
