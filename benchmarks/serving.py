@@ -106,7 +106,8 @@ def questions(llm: LLM, wanted: list[dict]) -> list[Question]:
 @contextlib.contextmanager
 def serving(engine: Path, *flags: str) -> Iterator[tuple[int, int]]:
     """Start a server process; yield its port and process id."""
-    command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", str(engine), *flags]
+    command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", str(engine)]
+    command += ["--logLevel", "warning", *flags]
     process = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
     try:
         found = GREETING.search(process.stdout.readline())
