@@ -36,6 +36,7 @@ class _Held:
     """Anonymous memory of a role's graphs, beyond that of any build."""
 
     checked: int  # while the portable graph is computed
+    copied: int  # while a layer is written for ONNX Runtime
     saved: int  # while ONNX Runtime packs and writes
     loaded: int  # after loading
 
@@ -59,22 +60,24 @@ def estimate_graphs(
             own = _own_sizes(model, variants[0].kernel)
             sizes.append(own.engine)
             read = read or own.read
-            held.append(_Held(checked, max(own.largest, own.floats), 0))
+            held.append(_Held(checked, 0, max(own.largest, own.floats), 0))
             continue
         linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model, None)
-        saved = loaded = 0
+        float_table = table if _has_float_table(model) else 0  # a session copies it
+        copied = saved = loaded = 0
         for variant in variants:
             weights = linears["int8" if variant.precision == "int8" else "decode"]
             # A prepacked file holds them twice: original, and packed.
             packed = sum(weights.values())
             sizes.append(table + (2 if variant.prepacks else 1) * packed)
-            saved = max(saved, loaded + max(packed, table))
+            saved = max(saved, loaded + packed + float_table)
+            copies = linears["int8" if variant.precision == "int8" else "copied"]
+            copied = max(copied, loaded + max(copies.values(), default=0))
             loaded += 0 if variant.prepacks else packed
         if not read:  # the main role comes first
             kind = "decode" if role == DECODER or variants[0].precision != "int8" else "int8"
             read = sum(linears[kind].values())
-        whole = max(linears["dense"].values(), default=0)  # of a layer, while it is written
-        held.append(_Held(checked, max(saved, whole), loaded))
+        held.append(_Held(checked, copied, saved, loaded))
     kv_bytes = _cached_bytes(bundle, cache, plan)
     rounded = _rounded_bytes(source, bundle) if plan.quantize == "int4" else 0
     return Estimate(
@@ -90,7 +93,7 @@ def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
     """Peak memory of building roles in order; finished graphs stay loaded."""
     peak = before = 0
     for each in held:
-        peak = max(peak, before + each.checked, before + _SESSION_BYTES + each.saved)
+        peak = max(peak, before + max(each.checked, each.copied, _SESSION_BYTES + each.saved))
         before += each.loaded
     return max(peak, before + _SESSION_BYTES + kv_bytes)
 
@@ -225,9 +228,19 @@ def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
     return max(sizes)
 
 
+def _has_float_table(model: ir.Model) -> bool:
+    """Whether a graph has an embedding of floats."""
+    values = (table_of(node) for node in model.graph)
+    tables = [value.const_value for value in values if value is not None]
+    return any(table is not None and table.dtype.is_floating_point() for table in tables)
+
+
 def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
-    """Bytes of each linear weight by node name: decoded, int8, and a float32 copy."""
-    sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "dense": {}}
+    """Bytes of each linear weight by node name: decoded, int8, and copies while it is written.
+
+    Floats are copied as float32. Blocks of codes are joined from slices, which doubles them.
+    """
+    sizes: dict[str, dict[str, int]] = {"decode": {}, "int8": {}, "copied": {}}
     for node, weight in linear_layers(model.graph):
         name = str(node.name)
         sizes["decode"][name] = (
@@ -236,5 +249,6 @@ def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
             else weight.decode_bytes
         )
         sizes["int8"][name] = weight.count
-        sizes["dense"][name] = 4 * weight.count
+        is_float = weight.kind == "dense" and quantize != "int4"
+        sizes["copied"][name] = 4 * weight.count if is_float else 2 * sizes["decode"][name]
     return sizes
