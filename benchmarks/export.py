@@ -4,6 +4,7 @@
     python benchmarks/export.py export      # SmolLM2, an 8B shape, torch.onnx.export; 50 GB of disk
     python benchmarks/export.py quantize --shape 8b --layers 2
     python benchmarks/export.py build --shapes 1b 8b
+    python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, beside `cp`
     python benchmarks/export.py tensorrt    # engines of TensorRT-RTX, without a GPU
 
 Without a mode, all of them run. Weights are random except in the first row, since neither time nor
@@ -20,11 +21,14 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import onnx_ir as ir
 from harness import checkpoints, command, random_gguf, random_weights
 from harness.results import Report
 from harness.timing import (
     Cost,
+    elapsed_ms,
     folder_bytes,
     largest_weight,
     median_cost,
@@ -32,6 +36,13 @@ from harness.timing import (
     run_process,
 )
 
+from edgellm.build.lowering.linears.weights import layer_name, linear_layers
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import packed_bytes
+from edgellm.build.onnxruntime_cpu.graph_variants import variants_of
+from edgellm.build.plan import Plan
+from edgellm.core.graph_roles import DECODER
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
@@ -151,13 +162,7 @@ def show_build(given: argparse.Namespace, report: Report) -> None:
 def _build(shape: str, kind: str, work: Path) -> tuple[list[str], bool]:
     """Return a row, and whether the build stays below the bound."""
     bundle, engine, config = work / "bundle", work / "engine", random_weights.SHAPES[shape]
-    if kind == "AWQ":
-        source = random_weights.write_awq(config, work / "checkpoint")
-    else:
-        source = work / "model.gguf"
-        random_gguf.write_llama(config, kind, source)
-    flags = "llm", "--model_dir", source, "--output_dir", bundle
-    exported = run_process(*module_command("edgellm.export.cli", *flags))
+    exported = _export_quantized(config, kind, work)
     lengths = "--maxInputLen", 1024, "--maxKVCacheCapacity", 2048
     flags = "--onnxDir", bundle, "--engineDir", engine, *lengths
     built = run_process(*module_command("edgellm.build.cli", *flags))
@@ -165,6 +170,59 @@ def _build(shape: str, kind: str, work: Path) -> tuple[list[str], bool]:
     sizes = folder_bytes(bundle), folder_bytes(engine), exported.anonymous_bytes
     shown = [f"{size / 1e6:.0f}" for size in (*sizes, built.anonymous_bytes, bound)]
     return [f"{shape} {kind}", *shown, f"{built.wall_s:.1f}"], built.anonymous_bytes <= bound
+
+
+def _export_quantized(config: dict[str, Any], kind: str, work: Path) -> Cost:
+    """Export random quantized weights to `work / "bundle"`."""
+    if kind == "AWQ":
+        source = random_weights.write_awq(config, work / "checkpoint")
+    else:
+        source = work / "model.gguf"
+        random_gguf.write_llama(config, kind, source)
+    flags = "llm", "--model_dir", source, "--output_dir", work / "bundle"
+    return run_process(*module_command("edgellm.export.cli", *flags))
+
+
+def show_pack(given: argparse.Namespace, report: Report) -> None:
+    """Pack the linear layers of quantized bundles; copy a file of as many bytes in turn."""
+    rows = []
+    for shape in ["small"] if given.quick else given.shapes:
+        for kind in KINDS[:1] if given.quick else given.kinds:
+            with tempfile.TemporaryDirectory(dir=given.work) as folder:
+                rows.append(_pack(shape, kind, Path(folder), given))
+    report.add("pack-rate", ("weights", "packed MB", "pack MB/s", "cp MB/s", "pack / cp"), rows)
+
+
+def _pack(shape: str, kind: str, work: Path, given: argparse.Namespace) -> list[str]:
+    config = random_weights.SHAPES[shape]
+    if given.layers is not None:
+        config = {**config, "num_hidden_layers": given.layers}
+    _export_quantized(config, kind, work)
+    bundle = work / "bundle"
+    plan = Plan(max_input_len=1024, kv_capacity=2048, threads=given.threads, prefill="auto")
+    model = ir.load(bundle / "model.onnx")
+    (variant,) = variants_of(DECODER, model, load_bundle(bundle, LLM_BUNDLE), plan)
+    assert isinstance(variant.kernel, OwnLinears)
+    layers = [
+        (form, weight)
+        for node, weight in linear_layers(model.graph)
+        if (form := variant.kernel.form(weight, layer_name(node))) is not None
+    ]
+    packed, copy, rates = work / "packed", work / "copy", []
+
+    def pack() -> None:
+        with packed.open("wb") as stream:
+            for form, weight in layers:
+                stream.writelines(packed_bytes(form, weight))
+
+    for _ in range(given.rounds):
+        pack_ms = elapsed_ms(pack)
+        copy_ms = elapsed_ms(lambda: shutil.copyfile(packed, copy))
+        size = packed.stat().st_size
+        rates.append((size / pack_ms / 1e3, size / copy_ms / 1e3))
+    ours, theirs = (statistics.median(each) for each in zip(*rates, strict=True))
+    ratio = statistics.median(mine / copied for mine, copied in rates)
+    return [f"{shape} {kind}", f"{size / 1e6:.0f}", f"{ours:.0f}", f"{theirs:.0f}", f"{ratio:.0%}"]
 
 
 def show_tensorrt(given: argparse.Namespace, report: Report) -> None:
@@ -192,6 +250,7 @@ MODES = {
     "export": show_export,
     "quantize": show_quantize,
     "build": show_build,
+    "pack": show_pack,
     "tensorrt": show_tensorrt,
 }
 
