@@ -284,6 +284,20 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
         typer.echo(f"{measured_name(kind)} takes, in ms by tokens: {listed}{prompts}")
     if built.estimated:
         typer.echo(f"~ is estimated from smaller passes: a build times {BUDGET_S:.0f} s at most")
+    typer.echo(f"verdict: {_verdict(built)}")
+
+
+def _verdict(built: Engine) -> str:
+    """Size, speed of one sequence, and what the check proved."""
+    size = sum(record.num_bytes for record in built.files.values())
+    parts = [f"{size / 1e6:.1f} MB"]
+    if one := built.cost_ms.get(PASS, {}).get("1"):
+        parts.append(f"one sequence decodes about {1000 / one:.0f} tokens/s here when short")
+    if any(" passed: " in check for check in built.options.get("checks", ())):
+        parts.append("outputs equal those of the bundle up to the engine's rounding")
+    else:
+        parts.append("outputs were not compared with those of the bundle")
+    return "; ".join(parts)
 
 
 def show_notes(options: Mapping[str, Any], seconds: float) -> None:

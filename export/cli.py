@@ -263,6 +263,7 @@ def llm(
         _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
         typer.echo(line)
+    _say_verdict(manifest, is_compared=bool(verdict))
 
 
 def _print_export(folder: Path, manifest: Bundle, dtype: str, start: float) -> None:
@@ -434,6 +435,20 @@ def _cost(manifest: Bundle, start: float) -> str:
     size = sum(record.num_bytes for record in manifest.files.values())
     seconds = time.perf_counter() - start
     return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+
+
+def _say_verdict(manifest: Bundle, *, is_compared: bool) -> None:
+    """Print the size and what the export proved."""
+    size = sum(record.num_bytes for record in manifest.files.values())
+    proved = (
+        "outputs equal those of transformers"
+        if is_compared
+        else "outputs were not compared with transformers (--verify does)"
+    )
+    typer.echo(
+        f"verdict: {size / 1e6:.1f} MB; all tensors of the checkpoint are used, and all numbers "
+        f"are finite; {proved}"
+    )
 
 
 def _say_taps(manifest: Bundle) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -43,6 +44,12 @@ def test_llm_build_writes_a_timed_and_checked_engine(command, tiny_bundle, tmp_p
     assert all(cost > 0 for cost in manifest.cost_ms["pass"].values())
     assert "a pass takes" in result.stdout
     assert "check: decoder passed: 12 tokens, relative error" in result.stdout
+    verdict = result.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"verdict: [\d.]+ MB; one sequence decodes about \d+ tokens/s here when short; "
+        r"outputs equal those of the bundle up to the engine's rounding",
+        verdict,
+    )
 
 
 def test_max_verify_tree_size_needs_no_eagle_base(command_here, tiny_bundle, tmp_path):

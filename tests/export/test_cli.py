@@ -37,6 +37,7 @@ def test_export_llm_writes_a_bundle_and_verifies_it(command, tiny_checkpoint, tm
     assert result.returncode == 0, result.stderr
     assert "llama" in result.stdout
     assert "top-1 agreement 100.0%" in result.stdout
+    assert result.stdout.endswith("outputs equal those of transformers\n")
     manifest = load_bundle(tmp_path / "out", LLM_BUNDLE)
     verify_files(tmp_path / "out", manifest.files)
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json",
