@@ -47,10 +47,10 @@ from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.scripts import smollm2
 
 SCHEMES = {
-    "fp8": [],
+    "fp8": ["--algo", "max"],
     "int8_sq": [],
-    "nvfp4": [],
-    "int4_awq": [],
+    "nvfp4": ["--algo", "max"],
+    "int4_awq": ["--algo", "awq"],
     "nvfp4_awq": [],
     "int4_awq, autoround": ["--algo", "autoround"],
     "int4_awq, gptq": ["--algo", "gptq", "--block_size", "32"],

@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from harness import command
 from harness.engines import silent
+from harness.quantized import plain
 from harness.results import Report
 from harness.timing import alternating, elapsed_ms, memory_bytes, speedup
 
@@ -341,7 +342,7 @@ def checkpoint(work: Path, scheme: str) -> Path:
     folder = work / scheme if scheme else MODEL
     if not folder.exists():
         command = [sys.executable, "-m", "edgellm.quantize", "llm", "--model_dir", str(MODEL)]
-        command += ["--output_dir", str(folder), "--quantization", scheme]
+        command += ["--output_dir", str(folder), "--quantization", scheme, *plain(scheme)]
         calibration_text(work / "captions.jsonl")
         command += ["--calib_dataset", str(work / "captions.jsonl")]
         subprocess.run(command, check=True, capture_output=True)

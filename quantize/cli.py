@@ -61,7 +61,7 @@ NumSamples = Annotated[
         "--num_samples",
         min=1,
         help="Calibrate on this many samples. Default: 512 samples (AWQ 128); on a CPU 32 "
-        "(AWQ 8, gptq 48).",
+        "(AWQ 8, gptq 48, without --algo 16).",
         rich_help_panel="Limits",
     ),
 ]
@@ -283,8 +283,9 @@ Algo = Annotated[
     str | None,
     typer.Option(
         "--algo",
-        help="Choose the algorithm: awq, gptq, autoround or auto for int4_awq, gptq for fp8 "
-        "and nvfp4. Default: the scheme's own.",
+        help="Choose the algorithm: awq, gptq, autoround or auto for int4_awq, gptq or max for "
+        "fp8 and nvfp4. Default: gptq with 16 samples (on a GPU 128); for mixtures of experts "
+        "the scheme's own.",
         rich_help_panel="Model",
     ),
 ]
@@ -308,7 +309,8 @@ DraftAlgo = Annotated[
     str | None,
     typer.Option(
         "--algo",
-        help="Choose the algorithm: gptq, or awq for int4_awq. Default: the scheme's own.",
+        help="Choose the algorithm: gptq, or awq for int4_awq, max for fp8 and nvfp4. Default: "
+        "the scheme's own.",
         rich_help_panel="Model",
     ),
 ]
@@ -440,11 +442,13 @@ def _run(job: Job) -> None:
         typer.echo(finished_line(job.output_dir))
         return
     from edgellm.quantize.pipeline.run import run_job
-    from edgellm.quantize.pipeline.search.algorithms import search_algorithms
+    from edgellm.quantize.pipeline.search.algorithms import search_algorithms, with_default
     from edgellm.quantize.pipeline.search.draft import search_precisions
     from edgellm.quantize.pipeline.search.float_layers import search_float_layers
     from edgellm.quantize.pipeline.summary import print_summary
 
+    _warn_of_blocks(job.model_dir)
+    job = with_default(job)
     app.kept = f"finished layers are kept in {job.work_dir}"
     with _progress() as progress:
         if job.algo == "auto":
@@ -457,6 +461,25 @@ def _run(job: Job) -> None:
         else:
             report = run_job(job, progress)
     print_summary(report, job.output_dir)
+
+
+def _warn_of_blocks(model_dir: str) -> None:
+    """Warn of a GGUF file that is quantized already: the errors of both add up."""
+    if not model_dir.endswith(".gguf") or not Path(model_dir).is_file():
+        return
+    from edgellm.export.checkpoints.quantized.gguf import FORMS
+    from edgellm.export.pipeline.resolve import open_checkpoint
+
+    stored = open_checkpoint(model_dir).blocks
+    kinds = {info.dtype for info in stored.infos().values()} if stored is not None else set()
+    if not (quantized := sorted(kinds & FORMS.keys())):
+        return
+    typer.echo(
+        f"warning: {model_dir} is quantized already ({', '.join(quantized)}), so the errors of "
+        "both add up: quantize the float checkpoint that it was made from, or give the file to "
+        "edgellm-export",
+        err=True,
+    )
 
 
 def _head(given: str | None, target: str, body: str, format: str = "modelopt") -> str | None:

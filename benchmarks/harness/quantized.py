@@ -19,10 +19,17 @@ OFF_GRID = "off-grid.gguf"  # of `off_grid.py`, in the working folder
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")
 _TIED = ("--lm_head_quantization", "int8_tied")  # close to llama.cpp's files
 _GPTQ, _AUTOROUND = ("--algo", "gptq"), ("--algo", "autoround")
+_PLAIN = {"fp8": "max", "nvfp4": "max", "int4_awq": "awq"}  # algorithms of ModelOpt
+
+
+def plain(scheme: str) -> tuple[str, ...]:
+    """Return the flags of ModelOpt's own algorithm, where the command has another default."""
+    return ("--algo", _PLAIN[scheme]) if scheme in _PLAIN else ()
 
 
 def _by(scheme: str, *flags: str) -> tuple[list[str], str]:
-    return ["--quantization", scheme, *flags], "none"
+    own = () if "--algo" in flags else plain(scheme)
+    return ["--quantization", scheme, *own, *flags], "none"
 
 
 # Name -> (quantize flags, llm_build --quantize)
@@ -72,7 +79,7 @@ def quantized(work: Path, name: str) -> Path:
 def compressed(work: Path, scheme: str, samples: int) -> Path:
     """Return SmolLM2's checkpoint in the layout of compressed-tensors."""
     source, folder = quantized(work, "fp32"), work / f"compressed-{scheme}-{samples}"
-    flags = "--quantization", scheme, "--format", "compressed-tensors"
+    flags = "--quantization", scheme, *plain(scheme), "--format", "compressed-tensors"
     return _quantize("llm", source, folder, *flags, "--num_samples", str(samples))
 
 

@@ -18,6 +18,7 @@ from edgellm.quantize.formats.modelopt import NVFP4_BLOCK
 INT4_BLOCKS = (128, 64, 32)
 TABLE_BLOCKS = (64, 32)  # group sizes of INT8 embeddings
 MIXED_BLOCK = 32  # default
+GPTQ = "gptq"  # value of `--algo`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,14 @@ ALGORITHMS = {
     "int4_awq": {
         "awq": SCHEMES["int4_awq"], "gptq": FEEDBACK, "autoround": AUTOROUND, "auto": FEEDBACK,
     },
-    "fp8": {"gptq": replace(SCHEMES["fp8"], name="fp8_gptq", config="", form="fp8")},
-    "nvfp4": {"gptq": replace(SCHEMES["nvfp4"], name="nvfp4_gptq", config="", form="nvfp4")},
+    "fp8": {
+        "gptq": replace(SCHEMES["fp8"], name="fp8_gptq", config="", form="fp8"),
+        "max": SCHEMES["fp8"],
+    },
+    "nvfp4": {
+        "gptq": replace(SCHEMES["nvfp4"], name="nvfp4_gptq", config="", form="nvfp4"),
+        "max": SCHEMES["nvfp4"],
+    },
 }  # fmt: skip
 HEAD_SCHEMES = {
     "fp8": SCHEMES["fp8"],

@@ -11,6 +11,7 @@ from rich.table import Table
 from edgellm.quantize.algorithms.mixed_precision.search import Mixture
 from edgellm.quantize.report.notes import notes
 from edgellm.quantize.report.report import Report
+from edgellm.quantize.report.verdict import LARGEST, advice, grade, verdict
 
 
 def print_summary(report: Report, output: Path) -> None:
@@ -46,6 +47,19 @@ def print_summary(report: Report, output: Path) -> None:
         f"{report.seconds:.1f} s, peak memory {report.peak_memory_bytes / 1e6:.0f} MB; "
         "see edgellm_quant.html"
     )
+    print_verdict(report, output)
+
+
+def print_verdict(report: Report, output: Path) -> None:
+    """Print the verdict; a poor result and a better command on stderr."""
+    for line in verdict(report):
+        typer.echo(line)
+    if not (command := advice(report, output)):
+        return
+    if grade(report.quality.kl_divergence) == "poor":
+        typer.echo(f"warning: the KL divergence is above {LARGEST}: try {command}", err=True)
+    else:
+        typer.echo(f"to lower the KL divergence: {command}")
 
 
 def _curve(mixture: Mixture) -> Table:

@@ -62,7 +62,7 @@ def _transfer(workshop: Workshop, folder: Path, **how: object) -> Ended:
 def _quantize(workshop: Workshop, folder: Path, **how: object) -> Ended:
     flags = ("--model_dir", workshop.pair.base_checkpoint, "--output_dir", folder / "out")
     text = ("--calib_dataset", workshop.calibration, "--num_samples", 4, "--seq_len", 16)
-    rest = ("--quantization", "fp8", "--held_out", 1, "--device", "cpu")
+    rest = ("--quantization", "fp8", "--algo", "max", "--held_out", 1, "--device", "cpu")
     return workshop.heavy_commands.run(
         folder, "edgellm-quantize", "llm", *flags, *text, *rest, seconds=300, **how
     )

@@ -100,7 +100,7 @@ def test_a_run_resumes_after_ctrl_c(command_here, place, tmp_path, monkeypatch):
     first = [
         "edgellm-quantize", "llm", "--model_dir", model, "--output_dir", tmp_path / "out",
         "--calib_dataset", place / "text.jsonl", "--num_samples", 12, "--seq_len", 32,
-        "--held_out", 2, "--quantization", "nvfp4", "--device", "cpu",
+        "--held_out", 2, "--quantization", "nvfp4", "--algo", "max", "--device", "cpu",
     ]  # fmt: skip
     result = interrupt(first, tmp_path, "out.quantizing/layer.00001.json")
     kept = f"error: interrupted; finished layers are kept in {tmp_path / 'out.quantizing'}"

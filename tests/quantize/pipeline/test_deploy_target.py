@@ -11,6 +11,7 @@ from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES
 from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline import run, summary
 from edgellm.quantize.pipeline.deploy_target import form_of_draft, form_of_head, rounds_as
+from edgellm.quantize.pipeline.search import algorithms
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,7 @@ def test_invalid_targets_are_rejected(target):
 def test_a_job_has_the_default_head_and_the_target(monkeypatch, tmp_path, given, target, head):
     jobs: list[Job] = []
     monkeypatch.setattr(run, "run_job", lambda job, _: jobs.append(job))
+    monkeypatch.setattr(algorithms, "with_default", lambda job: job)  # which reads the model
     monkeypatch.setattr(summary, "print_summary", lambda *_: None)
     flags = ["--model_dir", "model", "--output_dir", str(tmp_path / "out"), "--target", target]
     head_flag = [] if given is None else ["--lm_head_quantization", given]
