@@ -50,9 +50,9 @@ def engine_key(
             draft has no base there.
     """
     bundle = read_bundle(product, source, plan)
+    PRODUCTS[product].suits(source, engine, bundle)
     if product == DRAFT:
         require_base(engine)
-    PRODUCTS[product].suits(source, engine, bundle)
     origin = backends.find(backend_name).origin(plan.options)
     settings = {_flag(name): value for name, value in dataclasses.asdict(plan).items()}
     settings |= {"backend": backend_name, "library": origin.version, "machine": origin.machine}

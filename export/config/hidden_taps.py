@@ -35,7 +35,8 @@ def check_taps(taps: tuple[int, ...], num_layers: int, source: str) -> tuple[int
     if not all(0 <= tap <= num_layers for tap in taps):
         raise UnsupportedModelError(
             f"{source}: tap {shown} is outside of 0 to {num_layers}, "
-            f"the base has {num_layers} layers"
+            f"the base has {num_layers} layers",
+            hint="give the base that the draft was trained for, or other taps",
         )
     if list(taps) != sorted(taps):
         raise UnsupportedModelError(f"{source}: the taps {shown} do not ascend")

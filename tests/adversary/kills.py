@@ -19,7 +19,7 @@ from adversary.broken_files import require_whole
 from adversary.commands import Ended, after
 from adversary.workshop import Workshop
 
-from edgellm.core.artifact import hash_file
+from edgellm.core.artifact import MADE_BY_NAME, hash_file
 from edgellm.core.manifest import MANIFEST_NAME
 
 SHARE = 8
@@ -157,7 +157,7 @@ def files(folder: Path) -> Files:
     """Hashes by name, without files that hold times."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        if not path.is_file() or path.name in ("in.json", ".checked.json"):
+        if not path.is_file() or path.name in ("in.json", ".checked.json", MADE_BY_NAME):
             continue
         name = path.relative_to(folder).as_posix()
         if path.name == "out.json":

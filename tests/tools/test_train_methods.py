@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
+from edgellm.core.artifact import MADE_BY_NAME, move_files
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
@@ -179,7 +180,7 @@ def test_an_interrupted_run_gives_the_same_draft(job, tmp_path, monkeypatch, met
         run(job)
     run(job)
     assert calls[3:5] == [3, 2]
-    for path in whole.output_dir.iterdir():
+    for path in whole.output_dir.glob("[!.]*"):  # the record has times
         assert (job.output_dir / path.name).read_bytes() == path.read_bytes()
 
 
@@ -187,11 +188,13 @@ def test_heads_start_as_the_bases_or_from_another_draft(job, base, tmp_path):
     """The learning rate is 0. Files of another method's draft in the folder are removed."""
     idle = replace(job.recipe, epochs=1, learning_rate=0.0)
     job = _of(replace(job, recipe=idle), "medusa")
-    job.output_dir.mkdir()
-    (job.output_dir / "training.json").write_text('{"acceptance_length_estimate": 1}')
-    (job.output_dir / "model.safetensors").write_bytes(b"of eagle")
+    former = tmp_path / "former"
+    former.mkdir()
+    (former / "model.safetensors").write_bytes(b"of eagle")
+    facts = {"command": "edgellm-train-draft", "settings": {}, "inputs": {}}
+    move_files(former, job.output_dir, ["model.safetensors"], set(), facts)
     run(job)
-    names = {"config.json", "training.json", "medusa_lm_head.safetensors"}
+    names = {"config.json", "training.json", "medusa_lm_head.safetensors", MADE_BY_NAME}
     assert {path.name for path in job.output_dir.iterdir()} == names
     tensors = load_file(job.output_dir / "medusa_lm_head.safetensors")
     head = load_file(base / "model.safetensors")["lm_head.weight"].bfloat16()

@@ -120,16 +120,17 @@ def test_is_eagle_base_writes_taps_to_the_manifest(command, deep_checkpoint, tmp
 
 
 def test_taps_refer_to_the_layers_before_the_cut(command_here, deep_checkpoint, tmp_path):
-    out = tmp_path / "out"
+    out, flags = tmp_path / "out", ("--is_eagle_base", "--overwrite")
     result = _export(command_here, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 7)
     assert result.returncode == 0, result.stderr
     assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
-    result = _export(command_here, deep_checkpoint, out, "--is_eagle_base", "--num_layers", 4)
+    result = _export(command_here, deep_checkpoint, out, *flags, "--num_layers", 4)
     assert_one_line_error(result, "a base of 4 layers is too small", "--hidden_taps")
-    result = _export(
-        command_here, deep_checkpoint, out, "--hidden_taps", "2,4,5", "--num_layers", 4
+    flags = ("--hidden_taps", "2,4,5", "--overwrite")
+    result = _export(command_here, deep_checkpoint, out, *flags, "--num_layers", 4)
+    assert_one_line_error(
+        result, "tap 2, 4, 5 is outside of 0 to 4", "the base has 4 layers", "trained for"
     )
-    assert_one_line_error(result, "tap 2, 4, 5 is outside of 0 to 4", "the base has 4 layers")
     assert load_bundle(out, LLM_BUNDLE).hidden_taps == (2, 3, 4)
 
 
