@@ -22,6 +22,7 @@ REQUESTS = Path(__file__).with_name("requests.json")
 _DEFAULT_PROMPTS = (128, 512)
 
 app = App(CAMEL_CASE)
+_SEED = 42  # of a file without one
 
 
 @app.command(
@@ -38,6 +39,8 @@ def bench(
     spec_flags: SpecFlags,
 ) -> None:
     """Measure the speed of an engine; --eagle or --spec compares with plain decoding."""
+    import msgspec
+
     from edgellm.device_runtime.api.llm import LLM
     from edgellm.device_runtime.requests.request_file import read_file
     from edgellm.tools.bench.interleaved_run import Texts, Work, run
@@ -51,7 +54,10 @@ def bench(
     if flags.input_file is not None and how is None:
         raise EdgeLLMError("--inputFile is for speculation", hint="give --eagle or --spec as well")
     depths = numbers("--depth", flags.depth)
-    requests = read_file(flags.input_file or REQUESTS)
+    options, raws = read_file(flags.input_file or REQUESTS)
+    given = getattr(options, "seed", None)
+    seed = _SEED if given is None else given  # both modes draw alike
+    requests = msgspec.structs.replace(options, seed=seed), raws
     llm = LLM(flags.engine_dir, verify=flags.verify, spec=how)
     prompts = _prompts(flags.prompt, llm.manifest)
     check_sizes(llm.manifest, prompts, depths, flags.generate)
