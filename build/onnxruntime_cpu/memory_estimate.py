@@ -31,7 +31,7 @@ _BUILDER_BYTES = 85 << 20  # interpreter, libraries, the graph's nodes
 _SESSION_BYTES = 55 << 20  # sessions, kernels, activations of a pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
     """Anonymous memory of a role's graphs, beyond that of any build."""
 
@@ -60,7 +60,8 @@ def estimate_graphs(
             own = _own_sizes(model, variants[0].kernel)
             sizes.append(own.engine)
             read = read or own.read
-            held.append(_Held(checked, 0, max(own.largest, own.floats), 0))
+            packed = max(own.largest, own.floats)
+            held.append(_Held(checked=checked, copied=0, saved=packed, loaded=0))
             continue
         linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model, None)
         float_table = table if _has_float_table(model) else 0  # a session copies it
@@ -77,7 +78,7 @@ def estimate_graphs(
         if not read:  # the main role comes first
             kind = "decode" if role == DECODER or variants[0].precision != "int8" else "int8"
             read = sum(linears[kind].values())
-        held.append(_Held(checked, copied, saved, loaded))
+        held.append(_Held(checked=checked, copied=copied, saved=saved, loaded=loaded))
     kv_bytes = _cached_bytes(bundle, cache, plan)
     rounded = _rounded_bytes(source, bundle) if plan.quantize == "int4" else 0
     return Estimate(
