@@ -141,10 +141,11 @@ def test_the_wheel_holds_every_package(tmp_path):
     shipped = [path for path in FILES if path.relative_to(ROOT).parts[0] not in IN_A_CLONE]
     missing = {f"edgellm/{p.relative_to(ROOT).as_posix()}" for p in shipped} - set(names)
     assert not missing
+    served = (ROOT / "tools/serve/page").rglob("*")
     assert {
         "edgellm/tools/trees.html",
         "edgellm/tools/inspection/output/page.html",
-        *(f"edgellm/tools/serve/page/{name}" for name in ("index.html", "app.js", "style.css")),
+        *(f"edgellm/{file.relative_to(ROOT).as_posix()}" for file in served if file.is_file()),
         "edgellm/tools/bench/requests.json",
     } <= set(names)
     ptx = "edgellm/device_runtime/kernels/triton/ptx"

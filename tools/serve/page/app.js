@@ -1,250 +1,238 @@
-// The chat page of edgellm-serve. Text is only ever set as text, never as HTML.
-"use strict";
+// The chat page of edgellm-serve: what the buttons and keys do.
+import { KeyNeeded, complete, describe, models, setKey } from "./api.js";
+import { attach, hasAttachments, setAll, setUp as setUpAttachments, takeAll } from "./attachments.js";
+import { drawChatList } from "./chat_list.js";
+import { keep, listChats, newChat, saveChat, sentMessages } from "./chats.js";
+import { find, make } from "./dom.js";
+import { Figures, showContext } from "./figures.js";
+import { options, setUpSettings } from "./settings.js";
+import { drawStart, factsOf } from "./start.js";
+import { Answer, addFault, addQuestion } from "./turns.js";
 
-const $ = (id) => document.getElementById(id);
-let messages = []; // the conversation, as the server is sent it
-const pictures = []; // data: URIs of the next message
-let running = null; // AbortController of the answer that is coming
-let figures = null;
+let chat = newChat();
+let running = null; // AbortController of the output that is generated
+let edited = null; // index of the message that the next one replaces
+let model = { id: "", takesPictures: true };
+let cards = [];
 
-function headers() {
-  const key = $("key").value.trim();
-  return { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
-}
+const say = (text) => { find("state").textContent = text; };
 
-async function showModel() {
-  const answer = await fetch("/v1/models", { headers: headers() });
-  if (answer.status === 401) {
-    document.querySelector("details").open = true;
-    $("state").textContent = "this server asks for an API key";
-    $("key").focus();
-  } else {
-    $("model").textContent = (await answer.json()).data[0].id;
-    $("state").textContent = "";
-  }
-}
-
-function turn(kind) {
-  const element = document.createElement("div");
-  element.className = `turn ${kind}`;
-  $("log").append(element);
-  return element;
-}
-
-function add(parent, tag, content, kind) {
-  const element = document.createElement(tag);
-  element.textContent = content;
-  if (kind) element.className = kind;
-  parent.append(element);
-  return element;
-}
-
-function scrollDown(before) {
-  const log = $("log");
-  if (before) log.scrollTop = log.scrollHeight;
-}
-
-function isAtEnd() {
-  const log = $("log");
-  return log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-}
-
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    const parts = held.split("\n\n");
-    held = parts.pop();
-    for (const part of parts) {
-      const data = part.replace(/^data: /, "");
-      if (data !== "[DONE]") yield JSON.parse(data);
+async function showModels() {
+  try {
+    cards = await models();
+    find("models").replaceChildren(...cards.map(({ id }) => make("option", { value: id, textContent: id })));
+    await choose(cards[0].id);
+    say("");
+  } catch (error) {
+    say(error.message);
+    if (error instanceof KeyNeeded) {
+      toggle("panel", true);
+      find("settings").open = true;
+      find("key").focus();
     }
   }
 }
 
-function request() {
-  const system = $("system").value.trim();
-  const head = system ? [{ role: "system", content: system }] : [];
+async function choose(id) {
+  const capacity = cards.find((card) => card.id === id).max_model_len;
+  model = { id, capacity, takesPictures: true };
+  find("model").textContent = id;
+  find("model").hidden = cards.length > 1;
+  find("models").hidden = cards.length < 2;
+  try {
+    const description = await describe(id);
+    model.facts = factsOf(description, capacity);
+    model.takesPictures = description.capabilities.includes("vision");
+  } catch { // an adapter, or another server: its facts stay unknown
+  }
+  find("attach").textContent = model.takesPictures ? "Picture or file" : "File";
+  setUpAttachments(model, say);
+  showUsed();
+  if (!chat.messages.length) drawStart(model);
+}
+
+/** Opens a conversation; without one, a new one. */
+function open(given) {
+  running?.abort();
+  chat = given ?? newChat();
+  history.replaceState(null, "", given ? `#${chat.id}` : location.pathname);
+  stopEditing();
+  new Figures();
+  showUsed();
+  draw();
+  toggle("chats", false);
+  find("text").focus();
+}
+
+function showUsed() {
+  const { used } = chat.messages.at(-1) ?? {};
+  if (used) showContext(used, model.capacity);
+}
+
+function draw() {
+  const log = find("log");
+  log.replaceChildren();
+  if (!chat.messages.length) drawStart(model);
+  chat.messages.forEach((message, index) => {
+    if (message.role === "user") {
+      addQuestion(message, () => edit(index));
+      if (message.fault !== undefined) addFault(message.fault, () => again(index));
+    } else {
+      new Answer(message, () => again(index - 1)).finish();
+    }
+  });
+  log.scrollTop = log.scrollHeight;
+  drawChatList(chat, open);
+}
+
+function edit(index) {
+  if (running) return;
+  edited = index;
+  find("text").value = chat.messages[index].text;
+  setAll(chat.messages[index]);
+  find("editing").hidden = false;
+  find("text").focus();
+}
+
+function stopEditing() {
+  edited = null;
+  find("editing").hidden = true;
+  find("text").value = "";
+  setAll({});
+}
+
+/** Asks the question at an index again; what follows it is dropped. */
+function again(index) {
+  if (running) return;
+  chat.messages.length = index + 1;
+  delete chat.messages[index].fault;
+  draw();
+  ask();
+}
+
+function submit() {
+  const text = find("text").value.trim();
+  if (running || (!text && !hasAttachments())) return;
+  const isFirst = !chat.messages.length || edited !== null;
+  if (edited !== null) chat.messages.length = edited;
+  const message = { role: "user", text, ...takeAll() }, index = chat.messages.push(message) - 1;
+  stopEditing();
+  if (isFirst) draw();
+  else addQuestion(message, () => edit(index)); // screen readers read what is added
+  find("log").scrollTop = find("log").scrollHeight;
+  ask();
+}
+
+/** Generates the output for the last question. */
+async function ask() {
+  const asked = chat, abort = new AbortController();
+  const question = asked.messages.at(-1);
+  save(asked);
+  drawChatList(chat, open);
+  setRunning(abort);
+  say("waiting");
+  const message = { role: "assistant", text: "", reasoning: "", tokens: [] };
+  const index = asked.messages.length - 1;
+  const answer = new Answer(message, () => again(index)), figures = new Figures();
+  let fault = "";
+  try {
+    for await (const event of complete(request(asked), abort.signal)) {
+      if (event.edgellm?.tokens.length && chat === asked) say("answering");
+      answer.add(event);
+      if (event.edgellm) figures.count(event.edgellm);
+      if (event.usage) finish(message, event, figures);
+    }
+  } catch (error) {
+    fault = error.name === "AbortError" ? "Stopped." : error.message;
+  }
+  if (message.text || message.reasoning) {
+    if (fault) message.note = fault;
+    asked.messages.push(message);
+  } else if (fault) {
+    question.fault = fault;
+  } else {
+    question.fault = "The output is empty.";
+  }
+  save(asked);
+  setRunning(null);
+  if (chat === asked) end(answer, fault, question);
+}
+
+function end(answer, fault, question) {
+  if (question.fault !== undefined) draw();
+  else answer.finish();
+  say(fault === "Stopped." ? "stopped" : fault && "failed");
+  drawChatList(chat, open);
+  const isFree = document.activeElement === document.body || find("form").contains(document.activeElement);
+  if (isFree) find("text").focus();
+}
+
+function request(asked) {
   return {
-    messages: [...head, ...messages],
-    temperature: $("temperature").value === "" ? null : Number($("temperature").value),
-    max_tokens: Math.max(1, Math.round(Number($("tokens").value)) || 256),
+    model: model.id,
+    messages: sentMessages(asked.messages, find("system").value.trim()),
+    ...options(),
     stream: true,
     stream_options: { include_usage: true, include_tokens: true },
   };
 }
 
-async function ask() {
-  const text = $("text").value.trim();
-  if (running || (!text && !pictures.length)) return;
-  const talk = messages;
-  addQuestion(text);
-  running = new AbortController();
-  $("stop").disabled = false;
-  $("send").disabled = true;
-  $("state").textContent = "waiting";
-  figures = { begin: performance.now(), passes: [], speeds: [], tokens: 0, drafted: 0, accepted: 0, trees: 0 };
-  const element = turn("assistant");
-  let answered = "";
-  try {
-    const response = await fetch("/v1/chat/completions", {
-      method: "POST", headers: headers(), body: JSON.stringify(request()), signal: running.signal,
-    });
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const event of events(response.body)) answered += show(element, event);
-    $("state").textContent = "";
-  } catch (error) {
-    const stopped = error.name === "AbortError";
-    $("state").textContent = stopped ? "stopped" : "failed";
-    if (!stopped) {
-      element.classList.add("fault");
-      add(element, "div", error.message);
-    }
-  }
-  if (answered) talk.push({ role: "assistant", content: answered });
-  else talk.pop(); // an unanswered question is not asked again
-  running = null;
-  $("stop").disabled = true;
-  $("send").disabled = false;
-  $("text").focus();
+function finish(message, { usage, metrics }, figures) {
+  message.used = usage.prompt_tokens + usage.completion_tokens;
+  figures.finish(usage, metrics, model.capacity);
+  if (metrics?.tokens_per_second) keep(`speed:${model.id}`, metrics.tokens_per_second);
 }
 
-function addQuestion(text) {
-  const element = turn("user");
-  for (const url of pictures) add(element, "img", "").src = url;
-  element.append(text);
-  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
-  messages.push({
-    role: "user", content: parts.length ? [...parts, { type: "text", text }] : text,
-  });
-  pictures.length = 0;
-  showPictures();
-  $("text").value = "";
-  scrollDown(true);
+function save(asked) {
+  if (!saveChat(asked)) say("The browser's storage is full: pictures of this conversation are not kept.");
+  if (chat === asked) history.replaceState(null, "", `#${asked.id}`);
 }
 
-// Draws one event; the text that it adds.
-function show(element, event) {
-  if (event.error) throw new Error(event.error.message);
-  if (event.usage) showUsage(event.usage, event.metrics);
-  if (!event.edgellm) return event.choices[0]?.delta.content ?? "";
-  const follows = isAtEnd();
-  for (const [text, origin] of event.edgellm.tokens) if (text) add(element, "span", text, origin);
-  scrollDown(follows);
-  count(event.edgellm);
-  return event.choices[0].delta.content ?? "";
+function setRunning(abort) {
+  running = abort;
+  find("stop").hidden = !abort;
+  find("send").disabled = Boolean(abort);
+  find("log").setAttribute("aria-busy", String(Boolean(abort)));
 }
 
-function count({ tokens, drafted, accepted }) {
-  if (!tokens.length) return;
-  const now = performance.now();
-  if (!figures.tokens) {
-    figures.first = now;
-    $("first").textContent = `${Math.round(now - figures.begin)} ms`;
-    $("state").textContent = "answering";
-  } else {
-    const speed = (figures.tokens + tokens.length - 1) / (now - figures.first) * 1e3;
-    figures.speeds.push(speed);
-    $("speed").textContent = speed.toFixed(1);
-  }
-  figures.tokens += tokens.length;
-  figures.passes.push([Math.min(accepted, tokens.length), tokens.length]);
-  if (drafted) {
-    figures.trees += 1;
-    figures.drafted += drafted;
-    figures.accepted += accepted;
-    $("length").textContent = (1 + figures.accepted / figures.trees).toFixed(2);
-    $("rate").textContent = `${(100 * figures.accepted / figures.drafted).toFixed(0)} %`;
-  }
-  figures.waits ??= requestAnimationFrame(() => { figures.waits = undefined; plot(); });
+/** Shows or hides a column on narrow screens; wide ones show both. */
+function toggle(name, shown = !document.body.classList.contains(`with-${name}`)) {
+  document.body.classList.toggle(`with-${name}`, shown);
+  find(`show-${name}`).setAttribute("aria-expanded", String(shown));
 }
 
-function showUsage(usage, metrics) {
-  $("prompt").textContent = `${usage.prompt_tokens}, ${usage.prompt_tokens_details.cached_tokens}`;
-  if (metrics?.tokens_per_second) $("speed").textContent = metrics.tokens_per_second.toFixed(1);
-  if (usage.speculation) {
-    $("length").textContent = usage.speculation.acceptance_length.toFixed(2);
-    $("rate").textContent = `${(100 * usage.speculation.acceptance_rate).toFixed(0)} %`;
-  } else {
-    $("length").textContent = $("rate").textContent = "–";
-  }
-  plot();
-}
-
-function svg(parent, tag, attributes, content = "") {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.textContent = content;
-  parent.append(element);
-}
-
-function plot() {
-  const bars = $("passes"), line = $("speeds");
-  bars.replaceChildren();
-  line.replaceChildren();
-  const latest = figures.passes.slice(-60);
-  const most = Math.max(2, ...latest.map(([, all]) => all));
-  latest.forEach(([accepted, all], index) => {
-    const unit = 70 / most, box = { x: 4 * index, width: 3 };
-    svg(bars, "rect", { ...box, y: 88 - accepted * unit, height: accepted * unit, class: "accepted" });
-    svg(bars, "rect", { ...box, y: 88 - all * unit, height: (all - accepted) * unit, class: "own" });
-  });
-  svg(bars, "text", { x: 4, y: 11 }, `${most} tokens at most`);
-  const speeds = figures.speeds.slice(-120);
-  const top = Math.max(1, ...speeds);
-  const points = speeds.map((speed, index) => `${2 * index},${88 - 70 * speed / top}`);
-  svg(line, "polyline", { points: points.join(" ") });
-  svg(line, "text", { x: 4, y: 11 }, `${top.toFixed(0)} tokens/s at most`);
-}
-
-function showPictures() {
-  $("pictures").replaceChildren(...pictures.map((url, index) => {
-    const button = document.createElement("button"), image = document.createElement("img");
-    button.type = "button";
-    button.title = "Remove this picture";
-    image.src = url;
-    image.alt = `Picture ${index + 1}; press to remove it`;
-    button.append(image);
-    button.onclick = () => { pictures.splice(index, 1); showPictures(); $("text").focus(); };
-    return button;
-  }));
-}
-
-function take(files) {
-  for (const file of files) {
-    if (!file.type.startsWith("image/")) continue;
-    const reader = new FileReader();
-    reader.onload = () => { pictures.push(reader.result); showPictures(); };
-    reader.readAsDataURL(file);
-  }
-}
-
-$("form").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
-$("text").addEventListener("keydown", (event) => {
+find("form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
+find("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    ask();
+    submit();
   }
 });
-$("text").addEventListener("paste", (event) => take(event.clipboardData.files));
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") running?.abort(); });
-$("stop").addEventListener("click", () => running?.abort());
-$("key").addEventListener("change", showModel);
-$("file").addEventListener("change", (event) => { take(event.target.files); event.target.value = ""; });
-$("fresh").addEventListener("click", () => {
-  running?.abort();
-  messages = [];
-  $("log").replaceChildren();
-  $("text").focus();
+find("text").addEventListener("paste", (event) => attach(event.clipboardData.files));
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (running) running.abort();
+  else if (edited !== null) stopEditing();
+  for (const name of ["chats", "panel"]) toggle(name, false);
 });
+find("stop").addEventListener("click", () => running?.abort());
+find("cancel").addEventListener("click", () => { stopEditing(); find("text").focus(); });
+find("key").addEventListener("change", () => { setKey(find("key").value.trim()); showModels(); });
+find("models").addEventListener("change", () => choose(find("models").value));
+find("file").addEventListener("change", async ({ target }) => {
+  await attach([...target.files]);
+  target.value = "";
+});
+find("fresh").addEventListener("click", () => open(null));
+for (const name of ["chats", "panel"]) find(`show-${name}`).addEventListener("click", () => toggle(name));
 for (const kind of ["dragover", "dragleave", "drop"]) {
-  $("chat").addEventListener(kind, (event) => {
+  find("chat").addEventListener(kind, (event) => {
     event.preventDefault();
-    $("chat").classList.toggle("over", kind === "dragover");
-    if (kind === "drop") take(event.dataTransfer.files);
+    find("chat").classList.toggle("over", kind === "dragover");
+    if (kind === "drop") attach([...event.dataTransfer.files]);
   });
 }
-showModel();
+addEventListener("storage", () => drawChatList(chat, open)); // another tab has changed the list
+setUpSettings();
+open(listChats().find(({ id }) => `#${id}` === location.hash));
+showModels();
