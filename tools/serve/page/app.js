@@ -148,10 +148,8 @@ async function ask() {
   if (message.text || message.reasoning) {
     if (fault) message.note = fault;
     asked.messages.push(message);
-  } else if (fault) {
-    question.fault = fault;
   } else {
-    question.fault = "The output is empty.";
+    question.fault = fault || "The output is empty.";
   }
   save(asked);
   setRunning(null);
@@ -159,8 +157,13 @@ async function ask() {
 }
 
 function end(answer, fault, question) {
-  if (question.fault !== undefined) draw();
-  else answer.finish();
+  if (question.fault !== undefined) {
+    const index = chat.messages.length - 1;
+    answer.remove();
+    addFault(question.fault, () => again(index));
+  } else {
+    answer.finish();
+  }
   say(fault === "Stopped." ? "stopped" : fault && "failed");
   drawChatList(chat, open);
   const isFree = document.activeElement === document.body || find("form").contains(document.activeElement);
@@ -169,7 +172,7 @@ function end(answer, fault, question) {
 
 function request(asked) {
   return {
-    model: model.id,
+    ...(model.id && { model: model.id }),
     messages: sentMessages(asked.messages, find("system").value.trim()),
     ...options(),
     stream: true,
@@ -208,7 +211,7 @@ find("text").addEventListener("keydown", (event) => {
     submit();
   }
 });
-find("text").addEventListener("paste", (event) => attach(event.clipboardData.files));
+find("text").addEventListener("paste", (event) => attach([...event.clipboardData.files]));
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (running) running.abort();

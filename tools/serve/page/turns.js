@@ -31,6 +31,7 @@ export function addFault(text, onAgain) {
 /** The view of an output: Markdown, or its tokens on demand. */
 export class Answer {
   #message;
+  #element;
   #body = make("div", { className: "markdown" });
   #tokens = make("div", { className: "token-view", hidden: true });
   #reasoning = make("div", { className: "text" });
@@ -54,7 +55,7 @@ export class Answer {
     this.#actions.append(tokens, button("Regenerate", onAgain, { className: "again" }));
     this.#tokensButton = tokens;
     const parts = [this.#thoughts, this.#body, this.#tokens, this.#note, this.#actions];
-    append("assistant", "Assistant", ...parts);
+    this.#element = append("assistant", "Assistant", ...parts);
   }
 
   /** Adds what one event has; it is drawn with the next frame. */
@@ -81,6 +82,8 @@ export class Answer {
     this.#actions.hidden = false;
     this.#draw();
   }
+
+  remove() { this.#element.remove(); }
 
   #draw() {
     const log = find("log"), { text, reasoning, note, tokens = [] } = this.#message;
