@@ -254,7 +254,8 @@ def llm(
     if finished:
         typer.echo(finished_line(output_dir))
         checkpoint = open_checkpoint(model_dir)
-        _compare(checkpoint, verdict, output_dir, load_bundle(output_dir, LLM_BUNDLE))
+        manifest = load_bundle(output_dir, LLM_BUNDLE)
+        _compare(checkpoint, verdict, output_dir, manifest)
     else:
         with _writing() as progress:
             checkpoint, facts = open_checkpoint(model_dir), key.facts()

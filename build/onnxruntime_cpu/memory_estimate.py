@@ -231,9 +231,8 @@ def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
 
 def _has_float_table(model: ir.Model) -> bool:
     """Whether a graph has an embedding of floats."""
-    values = (table_of(node) for node in model.graph)
-    tables = [value.const_value for value in values if value is not None]
-    return any(table is not None and table.dtype.is_floating_point() for table in tables)
+    tables = (table_of(node) for node in model.graph)
+    return any(table[1].dtype.is_floating_point() for table in tables if table is not None)
 
 
 def _linear_sizes(model: ir.Model, quantize: str) -> dict[str, dict[str, int]]:
