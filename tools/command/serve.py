@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from edgellm.tools.store.prepare import Prepared
 
 app = App(CAMEL_CASE)
+_DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")  # flags
 
 
 @app.command(
@@ -31,13 +32,10 @@ def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> Non
     """
 
     def start(found: Prepared) -> None:
-        engines: dict[str, Any] = {"engine_dirs": [f"{found.name}={found.engine}"]}
+        engines: dict[str, Any] = {"engine_dirs": [str(found.engine)]}
         if found.visual is not None:
-            engines["multimodal_engine_dirs"] = [f"{found.name}={found.visual}"]
+            engines["multimodal_engine_dirs"] = [str(found.visual)]
         own = flags if any(flags[name] for name in _DRAFTERS) else {**flags, "spec": "auto"}
-        edgellm_serve(**engines, **own)
+        edgellm_serve(**{**own, **engines, "model_name": flags["model_name"] or found.name})
 
     use_model(app, model, recipe_flags, start)
-
-
-_DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")

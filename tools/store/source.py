@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from edgellm.core.strict_json import parse
 from edgellm.tools.store import hub
 
 CHECKPOINT, BUNDLE, ENGINE = "checkpoint", "bundle", "engine"
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _KINDS = {LLM_BUNDLE: BUNDLE, LLM_ENGINE: ENGINE}
 
 
@@ -72,7 +75,9 @@ def _local(path: Path) -> Source:
                 f"{path} is neither a folder nor a .gguf file",
                 hint="give a .gguf file, or the folder of a checkpoint, a bundle or an engine",
             )
-        return Source(reference=reference, name=place.stem, path=place)
+        part = _PART.fullmatch(place.name)
+        name = part[1] if part else place.stem
+        return Source(reference=reference, name=name, path=place)
     name = place.resolve().name
     if (path / MANIFEST_NAME).is_file():
         return Source(reference=reference, name=name, kind=_kind(path), path=place)
@@ -99,9 +104,11 @@ def _kind(folder: Path) -> str:
 
 
 def _files(path: Path) -> Iterator[Path]:
-    """The model's file, or the files of its folder, in order."""
+    """The model's file, all parts of a GGUF model in several files, or a folder's files."""
     if path.is_file():
-        yield path
+        part = _PART.fullmatch(path.name)
+        others = f"{glob.escape(part[1])}-*-of-{part[2]}.gguf" if part else glob.escape(path.name)
+        yield from sorted(path.parent.glob(others))
         return
     for file in sorted(path.iterdir()):
         if file.is_file() and not file.name.startswith("."):

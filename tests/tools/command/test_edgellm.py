@@ -249,12 +249,15 @@ def test_of_two_runs_one_prepares_and_the_other_waits(empty, tiny_checkpoint):
     assert "exporting" not in errors
 
 
-def test_a_served_model_answers(home):
-    process = _start(home, "serve", "tiny", "--port", 0)
+def test_a_served_model_answers_by_its_hub_id(home, tmp_path):
+    copied = shutil.copytree(home, tmp_path / "home")
+    for record in copied.glob("models/*/model.json"):
+        record.write_text(record.read_text().replace('"name": "tiny"', '"name": "owner/tiny"'))
+    process = _start(copied, "serve", "owner/tiny", "--port", 0)
     try:
         greeting = process.stdout.readline()
-        url = greeting.split()[3].rstrip(",;")
-        body = {"model": "tiny", "messages": [{"role": "user", "content": ASK[0]}]}
+        url = greeting.partition(" answers at ")[2].split()[0].rstrip(",;")
+        body = {"model": "owner/tiny", "messages": [{"role": "user", "content": ASK[0]}]}
         body |= {"max_tokens": 4, "temperature": 0}
         request = urllib.request.Request(
             f"{url}/chat/completions", json.dumps(body).encode(),
