@@ -29,13 +29,13 @@ from edgellm.build.flags import (
     TimingCache,
     Workspace,
 )
-from edgellm.core.cli import CAMEL_CASE, App, Overwrite, run_command
+from edgellm.core.cli import App, Overwrite, run_command
 from edgellm.core.commands.launch import NOTHING_HALF_WRITTEN
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.commands.progress import shown
 from edgellm.core.errors import require_choice
 
-app = App(CAMEL_CASE)
+app = App()
 app.kept = NOTHING_HALF_WRITTEN
 MinImageTokens = Annotated[
     int,

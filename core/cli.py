@@ -24,9 +24,6 @@ from edgellm.core.command_help import group_flags
 from edgellm.core.commands.launch import INTERRUPTED_CODE, NOTHING_HALF_WRITTEN
 from edgellm.core.errors import EdgeLLMError, fold_name, suggestion
 
-# How a command spells its flags. Users may spell each as --maxInputLen, --max_input_len or
-# --max-input-len, whatever the command does.
-CAMEL_CASE = SNAKE_CASE = {"token_normalize_func": fold_name}
 _NO_CHOICE = re.compile("'([^']*)' is not one of (.*)")
 _UsageError: Any = typer.BadParameter.__base__  # of click, which new versions of typer contain
 _MAX_MESSAGE = 2000  # characters
@@ -116,7 +113,6 @@ class App(typer.Typer):
 
     def __init__(
         self,
-        flag_case: dict[str, Any],
         *,
         no_args_is_help: bool = False,
         subcommands: Mapping[str, Subcommand] | None = None,
@@ -124,7 +120,6 @@ class App(typer.Typer):
         """Make an app without commands.
 
         Args:
-            flag_case: `CAMEL_CASE` or `SNAKE_CASE`.
             no_args_is_help: whether the bare command shows the help.
             subcommands: those in modules of their own, by name.
         """
@@ -136,7 +131,8 @@ class App(typer.Typer):
             rich_markup_mode=None,
             pretty_exceptions_enable=False,
             no_args_is_help=no_args_is_help,
-            context_settings=flag_case,
+            # Users may spell --maxInputLen as --max_input_len or --max-input-len.
+            context_settings={"token_normalize_func": fold_name},
         )
         self._shows_tracebacks = False
         self._kept = ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.core.artifact import hash_engines
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.peft_adapter import hash_adapters
 from edgellm.device_runtime.requests.flags import InferenceFlags, with_inference_flags
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.requests.resume import FinishedRequest, UnfinishedRun
     from edgellm.device_runtime.speculate.options import SpecOptions
 
-app = App(CAMEL_CASE)
+app = App()
 
 
 @app.command(

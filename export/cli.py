@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.cli import NOTHING_HALF_WRITTEN, SNAKE_CASE, App, Overwrite, numbers, run_command
+from edgellm.core.cli import NOTHING_HALF_WRITTEN, App, Overwrite, numbers, run_command
 from edgellm.core.commands.output_folder import OutputKey, finished_line, is_finished
 from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import EdgeLLMError, require_choice
@@ -23,7 +23,7 @@ from edgellm.core.model_spec import DraftSpec
 if TYPE_CHECKING:
     from edgellm.export.checkpoints.hf import Checkpoint
 
-app = App(SNAKE_CASE, no_args_is_help=True)
+app = App(no_args_is_help=True)
 app.kept = NOTHING_HALF_WRITTEN
 
 # Names of other programs for the types of activations.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgellm.core.cli import NOTHING_HALF_WRITTEN, SNAKE_CASE, App, Overwrite, run_command
+from edgellm.core.cli import NOTHING_HALF_WRITTEN, App, Overwrite, run_command
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import EdgeLLMError
@@ -18,7 +18,7 @@ from edgellm.quantize.pipeline.deploy_target import FLOAT, form_of_draft, form_o
 if TYPE_CHECKING:
     from edgellm.quantize.job import Job
 
-app = App(SNAKE_CASE, no_args_is_help=True)
+app = App(no_args_is_help=True)
 app.kept = NOTHING_HALF_WRITTEN
 
 Format = Annotated[

@@ -17,7 +17,7 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 from rich.tree import Tree
 
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.smollm2 import cache_folder
 
@@ -26,7 +26,7 @@ _WIDTH = 96
 _REQUESTS = 0, 3  # of demo_requests.json
 _MAX_LINES = 4  # of an output
 _ACCEPTED, _BASE, _REJECTED = "bold green", "white", "bright_black"
-app = App(SNAKE_CASE)
+app = App()
 
 
 @app.command()

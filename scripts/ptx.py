@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
@@ -233,7 +233,7 @@ def _entry(variant: Variant, ptx: Ptx, assembled: Assembled, data: bytes) -> Map
     }
 
 
-app = App(SNAKE_CASE)
+app = App()
 
 
 @app.command()

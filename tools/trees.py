@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.core.artifact import check_output_file, replace_file
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 
 PAGE = Path(__file__).with_name("trees.html")
@@ -20,7 +20,7 @@ _PLACE = "@DATA@"
 _OF_A_TREE = ("tokens", "parents", "expected", "confidence", "path", "bonus")
 _HINT = "give the file that llm_inference --eagle --treeOutputFile wrote"
 
-app = App(SNAKE_CASE)
+app = App()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

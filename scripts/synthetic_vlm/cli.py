@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 
-app = App(SNAKE_CASE)
+app = App()
 
 Output = Annotated[Path, typer.Option("--output_dir", help="Folder for the checkpoint.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]

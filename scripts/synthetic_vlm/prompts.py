@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.core.artifact import move_files, temporary_folder
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.synthetic_vlm.conversations import KINDS, Conversation, converse
 
 PROMPTS = "prompts.jsonl"
 _DRAFT = 2  # first number of the scenes' seeds; unused in the base's training and in tests
 
-app = App(SNAKE_CASE)
+app = App()
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, App, numbers, run_command
+from edgellm.core.cli import App, numbers, run_command
 from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError, require_choice
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 REQUESTS = Path(__file__).with_name("requests.json")
 _DEFAULT_PROMPTS = (128, 512)
 
-app = App(CAMEL_CASE)
+app = App()
 _SEED = 42  # of a file without one
 
 

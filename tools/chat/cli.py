@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
@@ -14,7 +14,7 @@ from edgellm.tools.chat.flags import ChatFlags, with_chat_flags
 
 _MAX_GENERATE_LENGTH = 512  # if the flags and the model give none
 
-app = App(CAMEL_CASE)
+app = App()
 
 
 @app.command(

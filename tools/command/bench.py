@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.core.cli import CAMEL_CASE, App, with_flags_of
+from edgellm.core.cli import App, with_flags_of
 from edgellm.tools.bench.cli import bench as edgellm_bench
 from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 
-app = App(CAMEL_CASE)
+app = App()
 
 
 @app.command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from edgellm.core.cli import CAMEL_CASE, App, Subcommand, run_command
+from edgellm.core.cli import App, Subcommand, run_command
 
 _OWN = {
     "Use a model": {
@@ -58,7 +58,6 @@ def _subcommands() -> Iterator[tuple[str, Subcommand]]:
 
 
 app = App(
-    CAMEL_CASE,
     no_args_is_help=True,
     subcommands=dict(_subcommands()),
 )

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, App
+from edgellm.core.cli import App
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.command.flags import DOWNLOADS_KEPT, Model, RecipeFlags, with_recipe_flags
 
 if TYPE_CHECKING:
     from edgellm.tools.store.store import Entry, Store
 
-app = App(CAMEL_CASE)
+app = App()
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel="Output")

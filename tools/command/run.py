@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, App
+from edgellm.core.cli import App
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
 from edgellm.tools.chat.flags import EnableThinking, System
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # For models without sampling values of their own, as llama.cpp samples.
 _USUAL = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
-app = App(CAMEL_CASE)
+app = App()
 
 Prompt = Annotated[
     str | None,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from edgellm.core.cli import CAMEL_CASE, App, with_flags_of
+from edgellm.core.cli import App, with_flags_of
 from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 from edgellm.tools.serve.cli import edgellm_serve
 
 if TYPE_CHECKING:
     from edgellm.tools.store.prepare import Prepared
 
-app = App(CAMEL_CASE)
+app = App()
 _DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")  # flags
 
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from edgellm.build.flags import Backend, TargetSm
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 
-app = App(CAMEL_CASE)
+app = App()
 
 
 @app.command(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, NOTHING_HALF_WRITTEN, App, run_command
+from edgellm.core.cli import NOTHING_HALF_WRITTEN, App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import EvalFlags, with_eval_flags
 
-app = App(CAMEL_CASE)
+app = App()
 app.kept = NOTHING_HALF_WRITTEN
 
 

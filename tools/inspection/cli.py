@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgellm.core.cli import SNAKE_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
     from edgellm.tools.inspection.report import Report
     from edgellm.tools.tables import Table
 
-app = App(SNAKE_CASE)
+app = App()
 
 Subject = Annotated[
     Path,

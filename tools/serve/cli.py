@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.core.cli import CAMEL_CASE, App, run_command
+from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import ServeFlags, with_serve_flags
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from edgellm.tools.serve import settings
     from edgellm.tools.serve.routing.engine_pool import EnginePool
 
-app = App(CAMEL_CASE)
+app = App()
 
 
 @app.command(

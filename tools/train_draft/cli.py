@@ -10,7 +10,6 @@ import typer
 
 from edgellm.core.cli import (
     NOTHING_HALF_WRITTEN,
-    SNAKE_CASE,
     App,
     Overwrite,
     numbers,
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from edgellm.tools.remote.servers import Servers
     from edgellm.tools.train_draft.training_run import Job
 
-app = App(SNAKE_CASE)
+app = App()
 app.kept = NOTHING_HALF_WRITTEN
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.core.cli import NOTHING_HALF_WRITTEN, SNAKE_CASE, App, run_command
+from edgellm.core.cli import NOTHING_HALF_WRITTEN, App, run_command
 from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.transfer.flags import Bundle, CheckOnly, To
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from edgellm.tools.transfer.file_list import FileList
     from edgellm.tools.transfer.target import Target
 
-app = App(SNAKE_CASE)
+app = App()
 app.kept = NOTHING_HALF_WRITTEN
 
 
