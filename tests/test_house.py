@@ -148,6 +148,11 @@ def test_the_wheel_holds_every_package(tmp_path):
         *(f"edgellm/{file.relative_to(ROOT).as_posix()}" for file in served if file.is_file()),
         "edgellm/tools/bench/requests.json",
     } <= set(names)
+    licences = "edgellm-0.1.0.dist-info/licenses"
+    vendored = (ROOT / "tools/serve/page/vendor").glob("*.js")
+    assert {
+        f"{licences}/tools/serve/page/vendor/{library.stem}.LICENSE" for library in vendored
+    } <= set(names)
     ptx = "edgellm/device_runtime/kernels/triton/ptx"
     assert {f"{ptx}/sm_87.zip", f"{ptx}/sm_110.zip"} <= set(names)
     assert {

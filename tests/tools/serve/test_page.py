@@ -193,6 +193,10 @@ def test_a_phone(page, server, scheme):
     assert not page.locator("#panel").is_visible()
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert colour == "rgb(23, 24, 27)"
+    page.click("#show-chats")
+    assert page.locator("#chat-list .title").is_visible()
+    page.mouse.click(370, 300)  # beside the list
+    assert not page.locator("#chats").is_visible()
 
 
 ORIGINS = [["Two ", "drafted"], ["and ", "bonus"]]
@@ -346,6 +350,20 @@ def test_escape_stops_an_answer_and_a_new_chat_forgets(page, server):
     assert [message["content"] for message in bodies[0]["messages"]] == ["w30"]
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page, server):
+    _open(page, server)
+    _settings(page, 3000)
+    page.fill("#text", "w20")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.markdown')?.textContent.length > 5")
+    page.once("dialog", lambda dialog: dialog.accept())
+    page.click("#chat-list button:text('Delete')")
+    page.wait_for_function(ANSWERED)
+    server.wait_until("vllm:num_requests_running", 0)
+    assert page.locator("#chat-list .title").count() == 0
+    assert "chat:" not in page.evaluate("Object.keys(localStorage).join()")
+
+
 def test_edit_and_regenerate(page, server):
     bodies = _replies(page, _events("one"), _events("two"), _events("three"), _events("four"))
     _open(page, server)
@@ -450,6 +468,77 @@ def test_refusals_are_shown_and_the_question_can_be_asked_again(page, server):
     assert page.locator(".fault").count() == 1
 
 
+def test_reasoning_is_beside_the_output_and_not_sent_back(page, server):
+    thought = {"delta": {"content": "Four.", "reasoning_content": "Two and two."}}
+    bodies = _replies(page, _events("", **thought))
+    _open(page, server)
+    _ask(page, "w20")
+    assert page.locator(".assistant .markdown").inner_text() == "Four."
+    page.click("summary:text('Reasoning')")
+    assert page.locator(".assistant details .text").inner_text() == "Two and two."
+    _ask(page, "w30", 2)
+    assert bodies[1]["messages"][1] == {"role": "assistant", "content": "Four."}
+
+
+def test_several_models_can_be_chosen(page, server):
+    cards = [{"id": "tiny", "max_model_len": 4096}, {"id": "other", "max_model_len": 512}]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
+    page.route("**/api/show", lambda route: route.fulfill(status=404))
+    page.expected = {"404"}
+    bodies = _replies(page, _events("x"))
+    _open(page, server)
+    page.get_by_role("combobox", name="Model").select_option("other")
+    page.wait_for_function("() => document.querySelector('#start h2').textContent === 'other'")
+    _ask(page, "w20")
+    assert bodies[0]["model"] == "other"
+    assert page.inner_text("#used") == "10 of 512 tokens"
+
+
+def test_a_full_storage_keeps_the_texts(page, server):
+    about = {"model_info": {"general.architecture": "llava"}, "capabilities": ["vision"]}
+    page.route("**/api/show", lambda route: route.fulfill(json=about))
+    _replies(page, _events("x"))
+    _open(page, server)
+    page.wait_for_function("() => document.querySelector('#start p')")
+    page.evaluate(
+        """() => { for (let size = 1 << 20; size; size >>= 1) {
+            try { for (;;) localStorage.setItem(`${size} ${Math.random()}`, "x".repeat(size)); }
+            catch {} }
+            for (const name of Object.keys(localStorage)) {
+                if (name.startsWith("512 ")) localStorage.removeItem(name);
+            }
+            const spare = Object.keys(localStorage).find((name) => name.startsWith("1024 "));
+            if (spare) localStorage.removeItem(spare); }"""
+    )
+    page.evaluate(
+        """async () => { const { setAll } = await import("./page/attachments.js");
+            setAll({pictures: ["data:image/png;base64," + "A".repeat(40000)]}); }"""
+    )
+    _ask(page, "w20")
+    kept = page.evaluate(
+        """() => Object.entries(localStorage).filter(([name]) => name.includes("chat:"))
+            .map(([, value]) => JSON.parse(value).messages)"""
+    )
+    assert [[message["text"] for message in messages] for messages in kept] == [["w20", "x"]]
+    assert "pictures" not in kept[0][0]
+    assert "storage is full" in page.inner_text("#state")
+
+
+def test_text_is_copied_where_there_is_no_clipboard(page, server):
+    """As on pages that come over HTTP from another machine."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    _replies(page, _events("An answer."))
+    _open(page, server)
+    _ask(page, "w20")
+    page.evaluate(
+        """() => { window.real = navigator.clipboard;
+            Object.defineProperty(navigator, "clipboard", {value: undefined}); }"""
+    )
+    page.locator(".assistant .actions button:text('Copy')").click()
+    page.locator(".assistant .actions button:text('Copied')").wait_for()
+    assert page.evaluate("real.readText()") == "An answer."
+
+
 DROP = """async (isPicture) => {
     const content = new DataTransfer();
     if (isPicture) {
@@ -549,4 +638,8 @@ def test_a_real_answer(page, smollm2_gguf, tmp_path):
         assert origins.count("drafted") > 0.3 * len(origins)
         assert float(page.inner_text("#length")) > 1.5
         page.locator(".assistant button:text('Tokens')").nth(1).click()
+        page.mouse.move(0, 0)
         _picture(page, "serve.png")
+        page.set_viewport_size({"width": 375, "height": 740})
+        page.emulate_media(color_scheme="dark")
+        _picture(page, "serve-phone.png")

@@ -2,7 +2,7 @@
 import { KeyNeeded, complete, describe, models, setKey } from "./api.js";
 import { attach, hasAttachments, setAll, setUp as setUpAttachments, takeAll } from "./attachments.js";
 import { drawChatList } from "./chat_list.js";
-import { keep, listChats, newChat, saveChat, sentMessages } from "./chats.js";
+import { isKept, keep, listChats, newChat, saveChat, sentMessages } from "./chats.js";
 import { find, make } from "./dom.js";
 import { Figures, showContext } from "./figures.js";
 import { options, setUpSettings } from "./settings.js";
@@ -151,9 +151,10 @@ async function ask() {
   } else {
     question.fault = fault || "The output is empty.";
   }
-  save(asked);
   setRunning(null);
   if (chat === asked) end(answer, fault, question);
+  if (chat === asked || isKept(asked)) save(asked); // unless it was deleted meanwhile
+  drawChatList(chat, open);
 }
 
 function end(answer, fault, question) {
@@ -165,7 +166,6 @@ function end(answer, fault, question) {
     answer.finish();
   }
   say(fault === "Stopped." ? "stopped" : fault && "failed");
-  drawChatList(chat, open);
   const isFree = document.activeElement === document.body || find("form").contains(document.activeElement);
   if (isFree) find("text").focus();
 }
@@ -204,6 +204,10 @@ function toggle(name, shown = !document.body.classList.contains(`with-${name}`))
   find(`show-${name}`).setAttribute("aria-expanded", String(shown));
 }
 
+function closeColumns() {
+  for (const name of ["chats", "panel"]) toggle(name, false);
+}
+
 find("form").addEventListener("submit", (event) => { event.preventDefault(); submit(); });
 find("text").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -216,8 +220,9 @@ document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (running) running.abort();
   else if (edited !== null) stopEditing();
-  for (const name of ["chats", "panel"]) toggle(name, false);
+  closeColumns();
 });
+find("chat").addEventListener("click", closeColumns);
 find("stop").addEventListener("click", () => running?.abort());
 find("cancel").addEventListener("click", () => { stopEditing(); find("text").focus(); });
 find("key").addEventListener("change", () => { setKey(find("key").value.trim()); showModels(); });

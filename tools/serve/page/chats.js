@@ -34,6 +34,7 @@ function titleOf({ messages }) {
   return text?.slice(0, 60) || UNTITLED;
 }
 
+export function isKept({ id }) { return localStorage.getItem(CHAT + id) !== null; }
 export function deleteChat({ id }) { localStorage.removeItem(CHAT + id); }
 
 /** A stored value; `fallback` if there is none that can be read. */
