@@ -129,6 +129,10 @@ def test_a_conversation_by_keyboard(page, server, offline):
     tokens, reused = page.inner_text("#prompt").split(", ")
     assert 40 < int(reused) < int(tokens)
     assert page.inner_text("#used") == f"{int(tokens) + 40} of 4,096 tokens"
+    speed = page.inner_text("#speed")
+    page.click("#fresh")
+    assert f"{speed} tokens/s in the last output" in page.inner_text("#start p")
+    assert not page.locator("#speed").is_visible()
 
 
 def test_an_empty_start_shows_the_model_and_examples_and_nothing_empty(page, server):
@@ -403,6 +407,7 @@ def test_conversations_are_kept_renamed_exported_and_deleted(page, server):
     page.keyboard.press("Enter")
     assert titles.first.inner_text() == "Primes"
     assert titles.first.get_attribute("aria-current") == "true"
+    assert page.evaluate("document.activeElement.textContent") == "Primes"
     with page.expect_download() as saved:
         page.click("#chat-list button:text('Markdown')")
     assert saved.value.suggested_filename == "Primes.md"

@@ -44,7 +44,9 @@ function rename(item, chat, redraw) {
   input.onkeydown = (event) => {
     if (event.key !== "Enter" && event.key !== "Escape") return;
     event.stopPropagation();
+    event.preventDefault(); // the button that gets the focus is not pressed
     end(event.key === "Enter");
+    document.querySelector("#chat-list [aria-current]").focus();
   };
   item.replaceChildren(input);
   input.select();
