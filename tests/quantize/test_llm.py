@@ -266,7 +266,7 @@ def test_the_output_folder_has_all_files_and_their_facts(run):
     assert names == {
         "model.safetensors", "config.json", "generation_config.json", "hf_quant_config.json",
         "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "edgellm_quant.json",
-        "edgellm_quant.html",
+        "edgellm_quant.html", ".made_by.json",
     }  # fmt: skip
     config = json.loads((job.output_dir / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "modelopt"

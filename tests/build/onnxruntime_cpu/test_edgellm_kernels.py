@@ -249,7 +249,8 @@ def test_kernels_flag_chooses_operators_and_rejects_contradictions(
     assert_one_line_error(result, "--kernels ours: give auto, edgellm, onnxruntime or tensorrt")
     result = command_here(*build, "--kernels", "edgellm", "--prefill", "int8")
     assert_one_line_error(result, "--prefill int8 needs ONNX Runtime's operators")
-    result = command_here(*build, "--kernels", "edgellm", "--device", "cuda")
+    cuda = ("--backend", "onnxruntime", "--device", "cuda")
+    result = command_here(*build, "--kernels", "edgellm", *cuda)
     assert_one_line_error(result, "--kernels is not for cuda", "it goes with --device cpu")
     assert not (tmp_path / "e").exists()
     assert command_here(*build, "--kernels", "edgellm").returncode == 0

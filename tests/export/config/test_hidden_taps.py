@@ -176,8 +176,7 @@ def test_draft_model_dir_sets_the_taps(command_here, deep_checkpoint, tmp_path, 
     manifest = load_bundle(tmp_path / "out", LLM_BUNDLE)
     assert manifest.hidden_taps == taps
     assert str(draft) in manifest.provenance["hidden_taps"]
-    result = _export(
-        command_here, deep_checkpoint, tmp_path / "out", *flags, "--hidden_taps", "0,7"
-    )
+    flags = (*flags, "--hidden_taps", "0,7", "--overwrite")
+    result = _export(command_here, deep_checkpoint, tmp_path / "out", *flags)
     assert result.returncode == 0, result.stderr
     assert load_bundle(tmp_path / "out", LLM_BUNDLE).hidden_taps == (0, 7)

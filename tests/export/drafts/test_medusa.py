@@ -161,7 +161,8 @@ def test_export_draft_writes_medusa_heads(base, tmp_path, command, command_here)
     assert "medusa draft (FasterDecoding)" in result.stdout
     assert "3 heads" in result.stdout
     assert f"hidden taps {BASE_LAYERS} (Medusa: output of the final norm)" in result.stdout
-    result = command_here(*export, "--draft_model_dir", base, "--base_model_dir", heads)
+    swapped = ("--draft_model_dir", base, "--base_model_dir", heads, "--overwrite")
+    result = command_here(*export, *swapped)
     assert_one_line_error(result, "is a draft, not a base")
     result = command_here("edgellm-inspect", heads)
     assert (result.returncode, "Medusa heads" in result.stdout) == (0, True), result.stderr

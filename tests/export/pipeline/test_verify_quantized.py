@@ -129,7 +129,7 @@ def test_verify_finds_a_wrong_decoding(command_here, floats, tmp_path, monkeypat
     before = load_bundle(bundle, LLM_BUNDLE)
     name, mistake = MISTAKES[layout]
     monkeypatch.setattr(f"edgellm.export.checkpoints.quantized.{name}", mistake)
-    wrong = command_here("edgellm-export", *arguments, "--verify")
+    wrong = command_here("edgellm-export", *arguments, "--verify", "--overwrite")
     assert_one_line_error(wrong, "computes something else", "relative logit error", "limit")
     assert "nothing was written" in wrong.stderr
     assert load_bundle(bundle, LLM_BUNDLE) == before

@@ -52,7 +52,15 @@ def test_a_job_has_the_default_head_and_the_target(monkeypatch, tmp_path, given,
     monkeypatch.setattr(run, "run_job", lambda job, _: jobs.append(job))
     monkeypatch.setattr(algorithms, "with_default", lambda job: job)  # which reads the model
     monkeypatch.setattr(summary, "print_summary", lambda *_: None)
-    flags = ["--model_dir", "model", "--output_dir", str(tmp_path / "out"), "--target", target]
+    (tmp_path / "model").mkdir()
+    flags = [
+        "--model_dir",
+        str(tmp_path / "model"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--target",
+        target,
+    ]
     head_flag = [] if given is None else ["--lm_head_quantization", given]
     cli.app(["llm", *flags, "--quantization", "nvfp4", *head_flag], standalone_mode=False)
     assert [(job.lm_head_quantization, job.target) for job in jobs] == [(head, rounds_as(target))]
