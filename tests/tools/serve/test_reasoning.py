@@ -12,6 +12,7 @@ from lettered_engine import with_letters
 from serve_process import serving
 
 from edgellm.core.errors import RequestError
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
@@ -181,6 +182,7 @@ class _Model:
     def __init__(self, folder):
         self.tokenizer, self.images, self.manifest = ChatTokenizer(folder), None, self
         self.formatter, self.eos_token_ids = Formatter(self.tokenizer), (2,)
+        self.defaults = GenerationDefaults()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from edgellm.core.errors import RequestError
+from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve import tool_calls
@@ -236,6 +237,7 @@ class _Model:
     def __init__(self, folder):
         self.tokenizer, self.images, self.manifest = ChatTokenizer(folder), None, self
         self.eos_token_ids = (2,)
+        self.defaults = GenerationDefaults()
 
 
 @pytest.fixture
