@@ -25,7 +25,7 @@ export class Figures {
     if (!this.#tokens) {
       this.#first = now;
       put("first", `${Math.round(now - this.#begin)} ms`);
-    } else {
+    } else if (now > this.#first) {  // chunks may arrive in the same millisecond
       const speed = (this.#tokens + tokens.length - 1) / (now - this.#first) * 1e3;
       this.#speeds.push(speed);
       put("speed", speed.toFixed(1));
