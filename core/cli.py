@@ -218,10 +218,7 @@ class App(typer.Typer):
             function(**given)
 
         own = inspect.signature(function, eval_str=True).parameters.values()
-        merged = [*(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own), _DEBUG]
-        command.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
-        command.__annotations__ = {one.name: one.annotation for one in merged}
-        return command
+        return _with_parameters(command, [*own, _DEBUG])
 
 
 def _usage_error(error: Any, command: Any, ctx: Any, given: Sequence[str]) -> EdgeLLMError:
@@ -248,6 +245,16 @@ def _write_examples(formatter: Any, lines: Iterable[str]) -> None:
         formatter.write("".join(["\nExamples:\n", *shown]))
 
 
+def _with_parameters(
+    command: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """The command with these parameters, by keyword, as typer shall see them."""
+    merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    command.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
+    command.__annotations__ = {one.name: one.annotation for one in merged}
+    return command
+
+
 def with_flags(
     parameter: str, kind: type[Any]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -270,10 +277,7 @@ def with_flags(
         merged: list[inspect.Parameter] = []
         for name, one in own.items():
             merged += flags.values() if name == parameter else [one]
-        merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
-        taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
-        taking.__annotations__ = {one.name: one.annotation for one in merged}
-        return taking
+        return _with_parameters(taking, merged)
 
     return decorate
 
@@ -301,10 +305,7 @@ def with_flags_of(
             command(**given, flags=values)
 
         merged = [*(one for name, one in own.items() if name != "flags"), *added.values()]
-        merged = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in merged]
-        taking.__signature__ = inspect.Signature(merged)  # type: ignore[attr-defined]  # typer reads it
-        taking.__annotations__ = {one.name: one.annotation for one in merged}
-        return taking
+        return _with_parameters(taking, merged)
 
     return decorate
 

@@ -7,8 +7,10 @@ replaced.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,6 +32,7 @@ from edgellm.core.manifest import MANIFEST_NAME
 
 _HASHED_BYTES = 1 << 20  # smaller files are hashed; of larger ones, size and time count
 _MISSING = "missing"
+GGUF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +61,31 @@ def fingerprint(path: Path) -> str:
     if path.is_dir() and artifact_kind(path):
         return hash_file(path / MANIFEST_NAME).sha256
     digest = hashlib.sha256()
-    for file in _files(path):
+    for file in input_files(path):
         status = file.stat()
         content = f"{status.st_size} {status.st_mtime_ns}"
         if status.st_size < _HASHED_BYTES:
             content = hash_file(file).sha256
-        name = file.relative_to(path).as_posix() if path.is_dir() else ""
+        name = "" if file == path else file.relative_to(_folder(path)).as_posix()
         digest.update(f"{name}\0{content}\0".encode())
     return digest.hexdigest()
 
 
-def _files(path: Path) -> list[Path]:
-    """An input's files; of its folders, those that sentence-transformers numbers."""
+def input_files(path: Path) -> list[Path]:
+    """An input's files, in order: all parts of a GGUF model, or the files of a folder.
+
+    Those of a folder include the JSON files in folders that sentence-transformers numbers.
+    """
     if not path.is_dir():
-        return [path] if path.is_file() else []
+        part = GGUF_PART.fullmatch(path.name)
+        own = f"{glob.escape(part[1])}-*-of-{part[2]}.gguf" if part else glob.escape(path.name)
+        return sorted(each for each in path.parent.glob(own) if each.is_file())
     found = [*path.iterdir(), *path.glob("[0-9]*_*/*.json")]
     return sorted(each for each in found if each.is_file() and not each.name.startswith("."))
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
 
 
 def is_finished(output: Path, key: OutputKey, *, overwrite: bool) -> bool:
@@ -121,7 +133,7 @@ def require_own(output: Path) -> None:
 
 
 def finished_line(output: Path) -> str:
-    """What a command prints that has nothing to do."""
+    """The line that says that the output was finished already."""
     return f"{output}: finished already, by this command from the same inputs"
 
 

@@ -81,7 +81,7 @@ def download(reference: str) -> Download:
         ) from None
     except EdgeLLMError:
         raise
-    except Exception as error:
+    except Exception as error:  # each HTTP library has errors of its own
         if not _is_of_network(error):
             raise
         return _cached(reference, error)

@@ -150,8 +150,7 @@ def _make(store: Store, source: Source, recipe: Recipe, *, again: bool) -> Entry
         return fitting
     target = store.models / key_of(identity, recipe)
     with temporary_folder(target) as work:
-        work_record = _build(source, path, identity, recipe, work)
-        entry = store.add(work, work_record)
+        entry = store.add(work, _build(source, path, identity, recipe, work))
     _remove_outdated(store, entry)
     record = entry.record
     typer.echo(
@@ -176,6 +175,8 @@ def _remove_outdated(store: Store, newest: Entry) -> None:
 # ------------------------------------------------------------------------- export and build
 def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path) -> Record:
     """Make the engines in a folder; bundles are deleted once their engines are built."""
+    from edgellm.build import backends
+
     bundles = work / "bundles"
     bundle, draft = path, ""
     checkpoint = None
@@ -194,7 +195,7 @@ def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path
         recipe,
         quantize=plan.quantize,
         context=plan.kv_capacity,
-        device=backend_device(backend),
+        device=backends.find(backend).DEVICE,
     )
     return Record(
         name=source.name,
@@ -208,13 +209,6 @@ def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path
         draft=_drafter(work / "engine", draft, plan),
         num_bytes=size_of(work),
     )
-
-
-def backend_device(backend: str) -> str:
-    """The device that engines of a backend run on."""
-    from edgellm.build import backends
-
-    return backends.find(backend).DEVICE
 
 
 def _open(path: Path) -> Checkpoint:

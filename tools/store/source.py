@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.artifact import hash_file
+from edgellm.core.commands.output_folder import GGUF_PART, input_files
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, MANIFEST_NAME
 from edgellm.core.strict_json import parse
 from edgellm.tools.store import hub
 
 CHECKPOINT, BUNDLE, ENGINE = "checkpoint", "bundle", "engine"
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _KINDS = {LLM_BUNDLE: BUNDLE, LLM_ENGINE: ENGINE}
 
 
@@ -34,7 +31,7 @@ class Source:
         if self.path is None:
             return ""
         digest = hashlib.sha256()
-        for file in _files(self.path):
+        for file in input_files(self.path):
             found = file.stat()
             times = found.st_mtime_ns, found.st_ctime_ns
             digest.update(repr((file.name, found.st_size, *times, found.st_ino)).encode())
@@ -46,7 +43,7 @@ class Source:
         if self.kind == BUNDLE:
             return hash_file(self.path / MANIFEST_NAME).sha256
         digest = hashlib.sha256()
-        for file in _files(self.path):
+        for file in input_files(self.path):
             name = "" if file == self.path else file.name
             digest.update(f"{name} {hash_file(file).sha256}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
@@ -75,7 +72,7 @@ def _local(path: Path) -> Source:
                 f"{path} is neither a folder nor a .gguf file",
                 hint="give a .gguf file, or the folder of a checkpoint, a bundle or an engine",
             )
-        part = _PART.fullmatch(place.name)
+        part = GGUF_PART.fullmatch(place.name)
         name = part[1] if part else place.stem
         return Source(reference=reference, name=name, path=place)
     name = place.resolve().name
@@ -101,15 +98,3 @@ def _kind(folder: Path) -> str:
             hint="give the folder of its language model",
         )
     return _KINDS[found]
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """The model's file, all parts of a GGUF model in several files, or a folder's files."""
-    if path.is_file():
-        part = _PART.fullmatch(path.name)
-        others = f"{glob.escape(part[1])}-*-of-{part[2]}.gguf" if part else glob.escape(path.name)
-        yield from sorted(path.parent.glob(others))
-        return
-    for file in sorted(path.iterdir()):
-        if file.is_file() and not file.name.startswith("."):
-            yield file

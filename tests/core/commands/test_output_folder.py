@@ -172,3 +172,12 @@ def test_a_kill_between_two_moves_leaves_an_unfinished_folder(
     assert last == (5 if replaces else 3)
     assert is_finished(output, _key(model), overwrite=False)
     assert {path.name for path in output.iterdir()} == {"a", "b", MADE_BY_NAME}
+
+
+def test_an_input_of_several_gguf_files_changes_with_each(tmp_path):
+    parts = [tmp_path / f"m-0000{index}-of-00002.gguf" for index in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"weights")
+    before = fingerprint(parts[0])
+    parts[1].write_bytes(b"changed")
+    assert fingerprint(parts[0]) != before
