@@ -1,4 +1,4 @@
-# `make demo` runs the pipeline on a real model; `make test` checks everything, `make quick` most in a minute.
+# `make demo` runs the pipeline on a real model; `make test` checks everything, `make quick` a subset in two minutes.
 # They set up their own virtual environments; a machine needs python3 >= 3.10, pip and make.
 
 PYTHON ?= python3

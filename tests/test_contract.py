@@ -312,6 +312,8 @@ def test_a_full_disk_names_folder_and_bytes(tmp_path):
 
 def test_a_full_disk_of_safetensors_is_recognized(tmp_path):
     """Its own writer fails under a limit of file sizes, as `ulimit -f` sets it."""
+    import safetensors  # noqa: F401  # its absence is named, so that --quick leaves this out
+
     code = (
         "import pathlib, resource, signal, sys, numpy\n"
         "from safetensors.numpy import save_file\n"

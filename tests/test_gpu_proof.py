@@ -119,6 +119,7 @@ def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
 
 
 def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(proof, "_TESTS_NEED", ())
     runs = {"plain": {"tokens_per_s": 50.0}, "drafted": {"tokens_per_s": 9.0, "is_plain": True}}
     monkeypatch.setattr(
         gpu,
@@ -175,6 +176,7 @@ def test_missing_packages_of_the_tests_are_named(monkeypatch):
 
 @pytest.mark.parametrize(("said", "passes"), [("3 passed, 2 skipped", True), ("9 skipped", False)])
 def test_tests_that_all_skip_show_nothing(monkeypatch, said, passes):
+    monkeypatch.setattr(proof, "_TESTS_NEED", ())
     monkeypatch.setattr(proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
     passed, _, counts = proof._tests(dry=False)
     assert (passed, "skipped" in counts) == (passes, True)
