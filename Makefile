@@ -75,11 +75,11 @@ bench: $(TEST_VENV)/installed
 
 # On a machine with an NVIDIA GPU, in an environment that has what docs/how-to/jetson.md installs.
 gpu-proof:
-	$(PYTHON) benchmarks/proof.py
+	$(PYTHON) benchmarks/gpu_proof.py
 
 # The same script on fakes, which shows that it runs; CI does so.
 gpu-proof-dry: $(TEST_VENV)/installed
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python benchmarks/proof.py --dry --output $(TEST_VENV)/gpu-proof
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python benchmarks/gpu_proof.py --dry --output $(TEST_VENV)/gpu-proof
 
 clean:
 	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV)

@@ -43,7 +43,7 @@ from edgellm.build.onnxruntime_cpu.graph_variants import variants_of
 from edgellm.build.plan import Plan
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.scripts import smollm2
 
 SCHEMES = {

@@ -10,7 +10,7 @@
 ENGINE is a folder of `llm_build`, with or without a draft. `decode` prints each figure with its
 goal. An oracle replaces the draft and predicts a given number of tokens; the draft's forward passes
 still run. The expected speed-up of acceptance length `a` is `a / (1 + draft / step)`. `model` and
-`provider` need no GPU. `proof.py` runs all checks. This has not run on a GPU yet.
+`provider` need no GPU. `gpu_proof.py` runs all checks. This has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -63,12 +63,12 @@ from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.kernels.library import DOMAIN, register
-from edgellm.device_runtime.kernels.pack import PackedForm
+from edgellm.device_runtime.kernels.packed_layout import PackedForm
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import LoadedGraph, open_runner
 from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 from edgellm.export import models
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.weights import StoredTensor, Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
@@ -76,7 +76,7 @@ from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.graph.bundle_files import DTYPES, write_graphs
 from edgellm.export.graph.decoder import build_commit, build_decoder
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.scripts import smollm2
 
 CAPACITY, CONTEXT, ROWS, DECODED = 1024, 512, (1, 2, 4, 8, 16), 12

@@ -45,7 +45,7 @@ from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.export.pipeline.eagle3_checkpoint import hand_over
-from edgellm.export.pipeline.resolve import open_draft
+from edgellm.export.pipeline.open_checkpoint import open_draft
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.scripts import smollm2
 

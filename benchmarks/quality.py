@@ -40,12 +40,12 @@ from harness.quantized import (
 )
 from harness.results import Report
 from harness.timing import folder_bytes
-from methods import METHODS
+from speculation import METHODS
 from tokenizers import Tokenizer
 
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.sampling.params import SamplingParams
-from edgellm.export.checkpoints.hf import Safetensors
+from edgellm.export.checkpoints.checkpoint import Safetensors
 from edgellm.quantize.evaluation.layer_errors import QuantizedLayer
 from edgellm.quantize.formats.schemes import Recipe, choose_scheme
 from edgellm.quantize.formats.tensors import read_below, read_tensor

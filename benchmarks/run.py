@@ -6,7 +6,8 @@
     python benchmarks/run.py --tables          # runs nothing, only writes the page
 
 Each run is a process of its own, and replaces its tables in results.json. A run that fails does not
-stop the others; the exit code is 1 then. `proof.py` and most modes of `gpu.py` skip without a GPU.
+stop the others; the exit code is 1 then. Without a GPU, `gpu_proof.py`
+and most modes of `gpu.py` skip.
 Runs for which other libraries need an environment of their own (`--llama_python`, `--peers`,
 `--vllm`, other drafts) are not in the list: they are started by hand.
 """
@@ -26,7 +27,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "decode": ("smollm2 --rounds 5", "shape --rounds 3"),
     "prefill": ("tokens --rounds 3", "context --threads 1"),
     "peers": ("speed --prompts 8 --tokens 96",),
-    "methods": (
+    "speculation": (
         "speedup --methods plain eagle3 auto --prompts 5 --tokens 96 --table methods-precisions",
         "speedup --prompts 10 --methods eagle3-fixed eagle3 eagle3+ngram --temperatures 0 1"
         " --table methods-eagle3",
@@ -44,7 +45,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "moe_and_hybrids": ("moe --layers 12 --threads 1", "operator --threads 1", "tree", "turns"),
     "vlm": ("encoder --depth 4 --rounds 3", "first_token", "memory --depth 4", "captions"),
     "gpu": ("model", "clock"),
-    "proof": ("",),
+    "gpu_proof": ("",),
 }
 QUICK = dict.fromkeys(RUNS, ("--quick",))
 _HERE = Path(__file__).parent

@@ -57,8 +57,8 @@ from harness.vllm_venv import vllm_python
 from edgellm.build.engine import build_engine
 from edgellm.device_runtime import LLM
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import run_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import run_request
 from edgellm.scripts import smollm2
 
 COUNTS = (1, 2, 4, 8, 16)

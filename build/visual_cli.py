@@ -30,7 +30,7 @@ from edgellm.build.flags import (
     Workspace,
 )
 from edgellm.core.cli import App, Overwrite, run_command
-from edgellm.core.commands.launch import NOTHING_HALF_WRITTEN
+from edgellm.core.commands.entry_points import NOTHING_HALF_WRITTEN
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.commands.progress import shown
 from edgellm.core.errors import require_choice

@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
-from edgellm.core.commands.launch import INTERRUPTED_CODE, NOTHING_HALF_WRITTEN
+from edgellm.core.commands.entry_points import INTERRUPTED_CODE, NOTHING_HALF_WRITTEN
 from edgellm.core.errors import EdgeLLMError, fold_name, suggestion
 
 _NO_CHOICE = re.compile("'([^']*)' is not one of (.*)")

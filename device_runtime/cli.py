@@ -17,9 +17,9 @@ from edgellm.core.artifact import hash_engines
 from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.peft_adapter import hash_adapters
-from edgellm.device_runtime.requests.flags import InferenceFlags, with_inference_flags
-from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
-from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.request_files.flags import InferenceFlags, with_inference_flags
+from edgellm.device_runtime.request_files.sampling_flags import given_flags, with_sampling_flags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags, with_spec_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.api.generation_request import GenerationDefaults
     from edgellm.device_runtime.api.llm import LLM, Step
     from edgellm.device_runtime.engine.profile import Profile
-    from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
-    from edgellm.device_runtime.requests.outputs import Outputs
-    from edgellm.device_runtime.requests.request_file import Options
-    from edgellm.device_runtime.requests.resume import FinishedRequest, UnfinishedRun
+    from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
+    from edgellm.device_runtime.request_files.outputs import Outputs
+    from edgellm.device_runtime.request_files.request_file import Options
+    from edgellm.device_runtime.request_files.resume import FinishedRequest, UnfinishedRun
     from edgellm.device_runtime.speculate.options import SpecOptions
 
 app = App()
@@ -50,8 +50,8 @@ app = App()
 def llm_inference(flags: InferenceFlags, spec_flags: SpecFlags, sampling_flags: Any) -> None:
     """Answer prompts, or the requests of a JSON file; a failed request gets an error object."""
     from edgellm.device_runtime.api.generation_request import GenerationDefaults
-    from edgellm.device_runtime.requests.outputs import Outputs
-    from edgellm.device_runtime.requests.resume import settings_of, unfinished_run
+    from edgellm.device_runtime.request_files.outputs import Outputs
+    from edgellm.device_runtime.request_files.resume import settings_of, unfinished_run
 
     how = spec_flags.read()
     if how is None and (flags.prove_count or flags.tree_file):
@@ -97,8 +97,8 @@ def llm_inference(flags: InferenceFlags, spec_flags: SpecFlags, sampling_flags: 
 
 def _requests(flags: InferenceFlags) -> tuple[Options, list[Any]]:
     """Options and raw requests of the file or the prompts."""
-    from edgellm.device_runtime.requests.prompts import requests_of
-    from edgellm.device_runtime.requests.request_file import Options, read_file
+    from edgellm.device_runtime.request_files.prompts import requests_of
+    from edgellm.device_runtime.request_files.request_file import Options, read_file
 
     if flags.output_file is None and (flags.resume or flags.prompts is None):
         cause = "--resume needs" if flags.resume else "the requests of --inputFile need"
@@ -145,7 +145,7 @@ def _load(
 
 def _prove(llm: LLM, options: Options, requests: list[Any]) -> int:
     """Print the comparison of every request; return the exit status."""
-    from edgellm.device_runtime.requests.lossless_check import prove
+    from edgellm.device_runtime.request_files.lossless_check import prove
 
     compared = diverged = equal = refused = 0
     for comparison in prove(llm, options, requests):
@@ -185,8 +185,8 @@ def _run(
 ) -> Profile:  # fmt: skip
     """Run the requests that `run` lacks; return the times of all requests."""
     from edgellm.device_runtime.engine.profile import Profile
-    from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
-    from edgellm.device_runtime.requests.responses import run_request
+    from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
+    from edgellm.device_runtime.request_files.responses import run_request
 
     left = _left(requests, run)
     if run.answered and left:
@@ -245,9 +245,9 @@ def _run_all(
     held: HeldInterrupts, *, stream: bool,
 ) -> Iterator[FinishedRequest]:  # fmt: skip
     """Outputs of the requests that `run` lacks, as they finish, in batches of `batch_size`."""
-    from edgellm.device_runtime.requests.responses import run_requests
-    from edgellm.device_runtime.requests.resume import FinishedRequest
-    from edgellm.device_runtime.requests.tree_log import TreeLog
+    from edgellm.device_runtime.request_files.responses import run_requests
+    from edgellm.device_runtime.request_files.resume import FinishedRequest
+    from edgellm.device_runtime.request_files.tree_log import TreeLog
 
     left = _left(requests, run)
     trees = {index: TreeLog(llm.tokenizer) for index in left}
@@ -316,7 +316,7 @@ def _print(text: str) -> None:
 
 
 def _print_failure(index: int, error: dict[str, str], source: Path | None) -> None:
-    from edgellm.device_runtime.requests.request_file import located
+    from edgellm.device_runtime.request_files.request_file import located
 
     hint = f" ({error['hint']})" if "hint" in error else ""
     typer.echo(f"request {index} failed: {located(source, error['message'])}{hint}", err=True)

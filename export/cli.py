@@ -21,7 +21,7 @@ from edgellm.core.manifest import LLM_BUNDLE, Bundle, load_bundle
 from edgellm.core.model_spec import DraftSpec
 
 if TYPE_CHECKING:
-    from edgellm.export.checkpoints.hf import Checkpoint
+    from edgellm.export.checkpoints.checkpoint import Checkpoint
 
 app = App(no_args_is_help=True)
 app.kept = NOTHING_HALF_WRITTEN
@@ -227,7 +227,7 @@ def llm(
     """Export a language model."""
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
     verdict: list[str] = []
     if verify:
@@ -308,7 +308,7 @@ def draft(
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
-    from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
     start = time.perf_counter()
     options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
@@ -350,7 +350,7 @@ def checkpoint(
 ) -> None:
     """Convert an EAGLE-3 draft of any layout for another engine."""
     from edgellm.export.pipeline.eagle3_checkpoint import command_line, find_engine, hand_over
-    from edgellm.export.pipeline.resolve import open_draft
+    from edgellm.export.pipeline.open_checkpoint import open_draft
 
     find_engine(engine)
     ignored = _split(ignore_config_keys)
@@ -382,7 +382,7 @@ def visual(
     overwrite: Overwrite = False,
 ) -> None:
     """Export the visual encoder of a vision-language model."""
-    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
     from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
     require_choice("--quantization", quantization, ("none", "fp8", "int8"))
@@ -412,7 +412,7 @@ def _writing() -> Iterator[Callable[[int, int], None]]:
 
 def _key(subcommand: str, options: Any, **inputs: str | None) -> OutputKey:
     """The key of an output: the options without the paths of the inputs, and what those hold."""
-    from edgellm.export.pipeline.resolve import find_path
+    from edgellm.export.pipeline.open_checkpoint import find_path
 
     flags = {_INPUTS.get(name, f"--{name}"): value for name, value in inputs.items()}
     given = options if isinstance(options, Mapping) else dataclasses.asdict(options)

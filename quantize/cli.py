@@ -468,7 +468,7 @@ def _warn_of_blocks(model_dir: str) -> None:
     if not model_dir.endswith(".gguf") or not Path(model_dir).is_file():
         return
     from edgellm.export.checkpoints.quantized.gguf import FORMS
-    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
     stored = open_checkpoint(model_dir).blocks
     kinds = {info.dtype for info in stored.infos().values()} if stored is not None else set()

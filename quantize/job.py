@@ -53,7 +53,7 @@ class Job:
         Raises:
             EdgeLLMError: there is no such model.
         """
-        from edgellm.export.pipeline.resolve import find_path
+        from edgellm.export.pipeline.open_checkpoint import find_path
 
         settings = asdict(self)
         models = {name: settings.pop(name) for name in _MODELS}

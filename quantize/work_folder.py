@@ -15,7 +15,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.file_lock import hold
 from edgellm.core.strict_json import parse
-from edgellm.export.checkpoints.hf import Safetensors, write_safetensors
+from edgellm.export.checkpoints.checkpoint import Safetensors, write_safetensors
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.formats.tensors import InMemory, Tensor
 

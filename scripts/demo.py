@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgellm.core.cli import App, run_command
 from edgellm.scripts import demo_images, smollm2
-from edgellm.scripts.stages import announce, build_pair, command, export_pair, print_time
+from edgellm.scripts.demo_stages import announce, build_pair, command, export_pair, print_time
 
 REQUESTS = Path(__file__).parent / "demo_requests.json"
 DRAFT = Path(__file__).parents[1] / "examples" / "smollm2-135m-instruct-eagle3"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.manifest import VISUAL_BUNDLE, VISUAL_ENGINE
-from edgellm.scripts.stages import (
+from edgellm.scripts.demo_stages import (
     announce,
     build_pair,
     command,

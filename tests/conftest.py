@@ -28,7 +28,7 @@ import without_host
 from hypothesis import settings
 
 from edgellm.core.cli import _explain as explain
-from edgellm.core.commands.launch import MODULES
+from edgellm.core.commands.entry_points import MODULES
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.scripts import smollm2
@@ -145,7 +145,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
     bundle = tmp_path_factory.mktemp("bundles") / "tiny"
     export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype="fp32"))
@@ -159,7 +159,7 @@ def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
 
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
     folder = tmp_path_factory.mktemp("int4")
     round_checkpoint(str(tiny_checkpoint), folder / "checkpoint", 16)

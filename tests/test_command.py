@@ -17,7 +17,7 @@ from conftest import assert_one_line_error
 from installed import SCRIPTS
 
 from edgellm.core.cli import App, run_command
-from edgellm.core.commands import launch
+from edgellm.core.commands import entry_points
 from edgellm.core.errors import EdgeLLMError
 
 
@@ -140,7 +140,7 @@ def test_an_interrupt_of_a_finalizer_is_not_lost():
 # Presses Ctrl-C when the first of a command's modules is imported.
 AT_THE_FIRST_IMPORT = """
 import os, signal, sys
-from edgellm.core.commands import launch
+from edgellm.core.commands import entry_points
 class Press:
     def find_spec(self, name, *_):
         if name == "typer":
@@ -153,8 +153,8 @@ getattr(launch, sys.argv[1])()
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_an_interrupt_while_a_command_is_imported(name):
     module, function = SCRIPTS[name].split(":")
-    assert module == launch.__name__
-    assert function in {command.replace("-", "_") for command in launch.MODULES}
+    assert module == entry_points.__name__
+    assert function in {command.replace("-", "_") for command in entry_points.MODULES}
     words = [sys.executable, "-c", AT_THE_FIRST_IMPORT, function]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (130, "")

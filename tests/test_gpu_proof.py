@@ -1,4 +1,4 @@
-"""The stages of `benchmarks/proof.py`, on fakes; their measurements are tested elsewhere."""
+"""The stages of `benchmarks/gpu_proof.py`, on fakes; their measurements are tested elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from importlib import import_module
 
 import fake_gpu
 import gpu
+import gpu_proof
 import kernel_references
-import proof
 import pytest
 from fake_gpu import FakeDevice
 from harness.gpu import attention, kernels
@@ -89,14 +89,14 @@ def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
 
 
 def test_the_runtime_is_checked_on_the_fake_gpu():
-    assert proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
+    assert gpu_proof.check_runtime(FakeDevice(), (64, 64))["gather_gb_per_s"] > 0
 
 
 @pytest.mark.parametrize("broken", ["gather_rows", "append_rows", "move_rows"])
 def test_a_kernel_that_does_nothing_is_found(monkeypatch, broken):
     monkeypatch.setattr(FakeDevice, broken, lambda *_: None)
     with pytest.raises(AssertionError, match=broken):
-        proof.check_runtime(FakeDevice(), (64, 64))
+        gpu_proof.check_runtime(FakeDevice(), (64, 64))
 
 
 def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
@@ -109,17 +109,17 @@ def _prove(monkeypatch, folder, *, says: dict[str, bool], dry: bool = True):
         passed = not any(word in asked[-1] and not good for word, good in says.items())
         return passed, '{"gather_gb_per_s": 1.0, "is_plain": true}'
 
-    monkeypatch.setattr(proof, "command", command)
+    monkeypatch.setattr(gpu_proof, "command", command)
     flags = ["--output", folder, *(["--dry"] if dry else [])]
-    monkeypatch.setattr(sys, "argv", ["proof.py", *map(str, flags)])
+    monkeypatch.setattr(sys, "argv", ["gpu_proof.py", *map(str, flags)])
     with pytest.raises(SystemExit) as caught:
-        proof.main()
+        gpu_proof.main()
     found = json.loads((folder / "gpu-proof.json").read_text())
     return {each["name"]: each for each in found["stages"]}, caught.value.code, asked
 
 
 def test_all_stages_of_the_proof(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(proof, "_TESTS_NEED", ())
+    monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ())
     runs = {"plain": {"tokens_per_s": 50.0}, "drafted": {"tokens_per_s": 9.0, "is_plain": True}}
     monkeypatch.setattr(
         gpu,
@@ -169,14 +169,14 @@ def test_flags_without_effect(monkeypatch, capsys):
 
 
 def test_missing_packages_of_the_tests_are_named(monkeypatch):
-    monkeypatch.setattr(proof, "_TESTS_NEED", ("pytest", "no_such_package"))
-    found = proof._tests(dry=False)
+    monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ("pytest", "no_such_package"))
+    found = gpu_proof._tests(dry=False)
     assert found == (False, "missing: no_such_package; pip install '.[proof]' torch", {})
 
 
 @pytest.mark.parametrize(("said", "passes"), [("3 passed, 2 skipped", True), ("9 skipped", False)])
 def test_tests_that_all_skip_show_nothing(monkeypatch, said, passes):
-    monkeypatch.setattr(proof, "_TESTS_NEED", ())
-    monkeypatch.setattr(proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
-    passed, _, counts = proof._tests(dry=False)
+    monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ())
+    monkeypatch.setattr(gpu_proof, "command", lambda *_: (True, f"== {said} in 1.00s =="))
+    passed, _, counts = gpu_proof._tests(dry=False)
     assert (passed, "skipped" in counts) == (passes, True)

@@ -11,7 +11,7 @@ from installed import ROOT
 from typer.testing import CliRunner
 
 from edgellm.core.command_help import COMMON, GROUPS, REST, group_flags
-from edgellm.core.commands.launch import MODULES
+from edgellm.core.commands.entry_points import MODULES
 from edgellm.core.errors import fold_name
 from edgellm.scripts.site.flags import commands
 

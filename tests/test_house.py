@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from edgellm.core.commands.launch import MODULES
+from edgellm.core.commands.entry_points import MODULES
 
 _Node = TypeVar("_Node", ast.FunctionDef, ast.ClassDef)
 ROOT = Path(__file__).parent.parent

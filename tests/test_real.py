@@ -13,8 +13,8 @@ from real_cases import PROMPTS, build, make_bundles
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.networks.decoder import open_decoder
-from edgellm.device_runtime.requests.lossless_check import prove
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.lossless_check import prove
+from edgellm.device_runtime.request_files.request_file import Options
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.pipeline.verify import run_portable
 

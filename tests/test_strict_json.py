@@ -7,7 +7,7 @@ import pytest
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.strict_json import DuplicateKeyError, line_of, parse
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 
 def test_valid_json_equals_the_standard_library():

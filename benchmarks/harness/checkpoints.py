@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgellm.export.checkpoints.hf import Checkpoint, read_whole
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint, read_whole
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.formats.modelopt import pack_int4
 from edgellm.scripts import smollm2
 

@@ -13,7 +13,7 @@ from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
 from harness import checkpoints, random_weights
 from harness.results import ROOT

@@ -42,7 +42,7 @@ from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
-from edgellm.device_runtime.kernels.pack import VERSION
+from edgellm.device_runtime.kernels.packed_layout import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     LoadedGraph,

@@ -11,7 +11,7 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.lora import Mark, Marks
 from edgellm.core import graph_io
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.device_runtime.kernels.pack import STRIP
+from edgellm.device_runtime.kernels.packed_layout import STRIP
 
 _LOW_RANK = "LowRank"  # after products that are ONNX Runtime's
 _ROWS, _OWN = 6, 10  # places of QuantLinear's inputs: the first of adapters', and what these read

@@ -41,7 +41,7 @@ from edgellm.core.manifest import Bundle, GraphSpec
 from edgellm.core.model_spec import DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
-from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
+from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, if not the role's name
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"

@@ -33,8 +33,8 @@ from edgellm.device_runtime.engine.prompt import Prompt, fit
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.stop_detector import StopDetector
 from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
-from edgellm.device_runtime.kv_cache.prefix_cache import count_common
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import count_common
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.params import SamplingParams

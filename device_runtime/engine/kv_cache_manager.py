@@ -15,17 +15,21 @@ from edgellm.device_runtime.arrays import (
 from edgellm.device_runtime.engine.profile import RESTORE
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
-from edgellm.device_runtime.faults import Confined
-from edgellm.device_runtime.kv_cache.prefix_cache import (
+from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.networks.sequence_kv import SequenceKV
+from edgellm.device_runtime.prefix_cache.finished_sequences import (
+    MAX_FINISHED,
+    Finished,
+    FinishedSequences,
+)
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
     PINNED_BYTES,
     CachedNetwork,
     PinnedPrefix,
     PinnedPrefixes,
     count_common,
 )
-from edgellm.device_runtime.kv_cache.prefix_pool import MAX_FINISHED, Finished, FinishedSequences
-from edgellm.device_runtime.networks.decoder import DecoderNetwork
-from edgellm.device_runtime.networks.sequence_kv import SequenceKV
+from edgellm.device_runtime.request_faults import Confined
 
 MIN_SHARED = 16  # minimum shared positions that are worth waiting for
 

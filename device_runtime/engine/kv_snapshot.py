@@ -19,7 +19,7 @@ import numpy as np
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.resources import explain_full_disk
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, PinnedPrefix
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import PinnedKV, PinnedPrefix
 
 _MAGIC = b"edgellm context 1 "
 _SUFFIX = ".context"

@@ -11,7 +11,7 @@ from edgellm.device_runtime.arrays import (
     LoadedAdapter,
     RowKey,
 )
-from edgellm.device_runtime.kv_cache.prefix_cache import marked, row_keys
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import marked, row_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from edgellm.device_runtime.arrays import RowKey
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.stop_detector import StopDetector, StopResult
-from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.networks.sequence_kv import SequenceKV
+from edgellm.device_runtime.request_faults import Confined
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Accept, Round, accept_exactly

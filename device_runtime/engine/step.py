@@ -30,9 +30,9 @@ from edgellm.device_runtime.engine.profile import (
     VERIFY,
 )
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.faults import Confined, computed
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.networks.sequence_kv import SequenceKV
+from edgellm.device_runtime.request_faults import Confined, computed
 from edgellm.device_runtime.runners.device_speculation import RoundOutcome
 from edgellm.device_runtime.sampling.sampler import draw
 from edgellm.device_runtime.speculate.acceptance import Accepted, Round, accept_exactly

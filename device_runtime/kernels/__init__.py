@@ -4,7 +4,7 @@
   implement them once for all instruction sets, on `vector.h`; each instruction set's file has the
   operations that differ. `*operators.cpp` and `experts.cpp` wrap them as operators. `third_party/`
   has the header of ONNX Runtime's C API.
-* `pack.py` packs weights for the kernels.
+* `packed_layout.py` packs weights for the kernels.
 * `compile.py` and `library.py` compile, find and register the library.
 * `triton/` has the kernels for GPUs.
 

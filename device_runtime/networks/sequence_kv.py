@@ -18,9 +18,14 @@ from edgellm.device_runtime.arrays import (
     LoadedAdapter,
     RowKey,
 )
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, count_common, marked, row_keys
 from edgellm.device_runtime.networks.recurrent_state import CHECKPOINT_ROWS, States
 from edgellm.device_runtime.networks.recurrent_state_pool import StateMemory
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
+    PinnedKV,
+    count_common,
+    marked,
+    row_keys,
+)
 from edgellm.device_runtime.runners.kv_cache import KVCache
 from edgellm.device_runtime.runners.runner import Runner, require_pool
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.sequence import Step
-from edgellm.device_runtime.faults import is_fault
+from edgellm.device_runtime.request_faults import is_fault
 from edgellm.device_runtime.scheduler.request_output import RequestOutput
 from edgellm.device_runtime.scheduler.running_batch import RunningRequest
 from edgellm.device_runtime.scheduler.step_lock import StepLock

@@ -13,7 +13,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.step import step
-from edgellm.device_runtime.faults import Confined, as_failure, is_fault
+from edgellm.device_runtime.request_faults import Confined, as_failure, is_fault
 from edgellm.device_runtime.scheduler.scheduler import Bounds, Plan, RequestState, plan
 from edgellm.device_runtime.speculate.policy.costs import BatchLoad
 

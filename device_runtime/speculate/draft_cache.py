@@ -24,9 +24,14 @@ from edgellm.device_runtime.arrays import (
     LoadedAdapter,
     RowKey,
 )
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, count_common, marked, row_keys
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart
 from edgellm.device_runtime.networks.sequence_kv import SequenceKV
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
+    PinnedKV,
+    count_common,
+    marked,
+    row_keys,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import HOST, PASS
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, load_engine
 from edgellm.core.model_spec import DraftSpec
-from edgellm.device_runtime.kv_cache.prefix_cache import CachedNetwork
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import CachedNetwork
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import Growth
 from edgellm.device_runtime.speculate import drafter_registry

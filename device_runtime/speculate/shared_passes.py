@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.faults import Confined, computed
+from edgellm.device_runtime.request_faults import Confined, computed
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from edgellm.core.errors import (
     RequestError,
 )
 from edgellm.core.strict_json import parse
-from edgellm.device_runtime.faults import described
+from edgellm.device_runtime.request_faults import described
 from edgellm.device_runtime.text.plain_text import CUT, PlainText, without_marks
 from edgellm.device_runtime.text.reasoning_marks import marks_of, think_tags
 from edgellm.device_runtime.text.template_variables import variables

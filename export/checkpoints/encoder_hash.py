@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.vlm import is_vlm, text_tower
 
 _SAMPLE_BYTES = 1 << 12  # of each tensor; training changes every part of one

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.weights import Weights
 
 # GPTQ's `qzeros` are zero points minus one (v1), or zero points (v2).

@@ -14,7 +14,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.peft_adapter import HEAD, Adapter, LowRank, read_adapter
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource, read_whole
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo, TensorSource, read_whole
 from edgellm.export.checkpoints.weights import ONNX_TYPES, as_bytes
 
 _FLOATS = "F32", "F16", "BF16"

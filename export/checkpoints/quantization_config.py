@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 
 KEY = "quantization_config"
 # The locations of compressed-tensors 0.20 whose transforms are not stored in the weights.

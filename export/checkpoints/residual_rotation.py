@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.checkpoints.weights import as_bytes
 
 KEY = "edgellm_rotation"  # of config.json

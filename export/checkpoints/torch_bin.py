@@ -12,7 +12,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.hf import CHUNK_BYTES, TensorInfo
+from edgellm.export.checkpoints.checkpoint import CHUNK_BYTES, TensorInfo
 
 _TYPES = {
     "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import ImageSpec
-from edgellm.export.checkpoints.hf import Checkpoint, Renamed
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed
 from edgellm.export.config.reader import ConfigReader
 
 

@@ -22,7 +22,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.manifest import FileRecord
-from edgellm.export.checkpoints.hf import TensorInfo, TensorSource, read_whole
+from edgellm.export.checkpoints.checkpoint import TensorInfo, TensorSource, read_whole
 from edgellm.export.checkpoints.nonfinite_check import checked
 
 ONNX_TYPES = {

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.graph_io import MAX_LINKED
 from edgellm.core.model_spec import BlockSpec
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.hidden_taps import check_taps
 from edgellm.export.config.reader import ConfigReader

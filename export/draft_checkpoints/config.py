@@ -14,7 +14,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.hidden_taps import check_taps, default_taps
 from edgellm.export.config.reader import ConfigReader

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from edgellm.core.model_spec import DraftSpec
-    from edgellm.export.checkpoints.hf import Checkpoint
+    from edgellm.export.checkpoints.checkpoint import Checkpoint
     from edgellm.export.checkpoints.weights import Weights
     from edgellm.export.config.decoder import DecoderConfig
     from edgellm.export.layers.attention import PassState

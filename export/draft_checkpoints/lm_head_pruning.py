@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import TensorInfo, TensorSource
+from edgellm.export.checkpoints.checkpoint import TensorInfo, TensorSource
 
 _FLOATS = ("F32", "F16", "BF16")
 

@@ -14,7 +14,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.config.reader import ConfigReader
 
 FEATURE = "mask_hidden"  # of all mask rows, as wide as the base's taps

@@ -11,7 +11,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.hf import TensorInfo, TensorSource
+from edgellm.export.checkpoints.checkpoint import TensorInfo, TensorSource
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.draft_checkpoints.config import DraftConfig

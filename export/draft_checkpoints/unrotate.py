@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.lora_merge import floats
 from edgellm.export.checkpoints.residual_rotation import (
     F32,

@@ -27,7 +27,7 @@ from edgellm.core.graph_io import (
 )
 from edgellm.core.graph_roles import BLOCK
 from edgellm.core.model_spec import DraftSpec
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig

@@ -22,7 +22,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import HEADS
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.graph_roles import DRAFT
 from edgellm.core.model_spec import DraftSpec
-from edgellm.export.checkpoints.hf import Checkpoint, Renamed, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed, TensorSource
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.checkpoints.weights import Weights

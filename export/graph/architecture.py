@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export import models
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader

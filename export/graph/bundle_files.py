@@ -14,7 +14,7 @@ from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import FileRecord
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, RecurrentSpec
 from edgellm.core.resources import require_space
-from edgellm.export.checkpoints.hf import TensorSource
+from edgellm.export.checkpoints.checkpoint import TensorSource
 from edgellm.export.checkpoints.weights import write_weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.onnx.builder import Op

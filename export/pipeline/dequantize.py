@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.checkpoints.weights import Weights, as_bytes
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.dequantize_experts import BLOCKS, Dense, fp4_stack, joined

@@ -15,7 +15,7 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import DRAFT, FUSE
 from edgellm.core.manifest import DRAFT_BUNDLE, Bundle, GraphSpec
 from edgellm.core.model_spec import DraftSpec
-from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
 from edgellm.export.checkpoints.weights import Weights

@@ -26,7 +26,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.resources import require_space
-from edgellm.export.checkpoints.hf import (
+from edgellm.export.checkpoints.checkpoint import (
     Checkpoint,
     TensorInfo,
     TensorSource,
@@ -42,7 +42,7 @@ from edgellm.export.graph.architecture import (
     read_architecture,
 )
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, read_json
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, read_json
 
 _EMBEDDING = "embed_tokens.weight"
 _KEPT = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",

@@ -16,8 +16,8 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, GraphSpec
 from edgellm.core.model_spec import DecoderSpec
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.encoder_hash import encoder_hash
-from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.kv_scales import read_ranges
 from edgellm.export.checkpoints.lora_merge import merged
 from edgellm.export.checkpoints.quantization_config import judge
@@ -40,7 +40,7 @@ from edgellm.export.graph.bundle_files import (
 )
 from edgellm.export.graph.decoder import build_commit, build_decoder
 from edgellm.export.onnx.builder import OPSET, Op
-from edgellm.export.pipeline.resolve import open_draft
+from edgellm.export.pipeline.open_checkpoint import open_draft
 
 _GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"

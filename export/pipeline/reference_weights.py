@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.export.checkpoints.hf import TensorSource, read_whole
+from edgellm.export.checkpoints.checkpoint import TensorSource, read_whole
 
 F32 = np.ndarray  # float32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code, without its sign

@@ -18,8 +18,8 @@ from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.core.peft_adapter import plain_name, read_adapter
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.gguf.reader import is_split
-from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.lora_merge import floats
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.dequantize import round_inputs, write_floats

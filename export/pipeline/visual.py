@@ -17,8 +17,8 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import ENCODER
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, GraphSpec
 from edgellm.export import visual
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.encoder_hash import encoder_hash
-from edgellm.export.checkpoints.hf import Checkpoint
 from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.formats.activation_rounding import round_fp8, round_int8
 from edgellm.quantize.formats.modelopt import KEY_SCALE, LARGEST_E4M3, VALUE_SCALE
 from edgellm.quantize.formats.tensors import Tensor

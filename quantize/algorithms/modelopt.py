@@ -22,7 +22,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
 )
-from edgellm.export.checkpoints.hf import Safetensors
+from edgellm.export.checkpoints.checkpoint import Safetensors
 from edgellm.export.checkpoints.vlm import own_name
 from edgellm.quantize.formats.activation_rounding import round_nvfp4
 from edgellm.quantize.formats.modelopt import LARGEST_E2M1, LARGEST_E4M3, NVFP4_BLOCK

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.activations.layer_inputs import Inputs, read_inputs
 from edgellm.quantize.algorithms.modelopt import Exported
 from edgellm.quantize.formats.activation_rounding import round_int8, round_int8_blocks

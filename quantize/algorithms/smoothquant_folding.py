@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.formats.modelopt import F32, SMOOTHING, pack_int4
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.families import Family

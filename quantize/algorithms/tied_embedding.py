@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.quantized_linear import DecodedLinear

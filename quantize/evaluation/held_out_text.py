@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from edgellm.export.checkpoints.hf import TensorSource
+from edgellm.export.checkpoints.checkpoint import TensorSource
 from edgellm.quantize.algorithms.modelopt import quantize
 from edgellm.quantize.algorithms.tied_embedding import decode_table, store_table
 from edgellm.quantize.calibration.hidden_states import States

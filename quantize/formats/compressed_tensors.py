@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.formats.modelopt import (
     KEY_SCALE,
     SMOOTHING,

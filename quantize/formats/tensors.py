@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.export.checkpoints.hf import TensorInfo, TensorSource, read_whole
+from edgellm.export.checkpoints.checkpoint import TensorInfo, TensorSource, read_whole
 from edgellm.quantize.formats.modelopt import E4M3, F32
 
 _PLAIN = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I64": np.int64,

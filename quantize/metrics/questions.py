@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.graph.architecture import end_ids
 from edgellm.quantize.calibration.hidden_states import write_text
 from edgellm.quantize.calibration.text import DEFAULT, kind_of, read_lines, text_file

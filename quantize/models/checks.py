@@ -15,7 +15,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.resources import system_memory
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo, TensorSource
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.graph.architecture import ExportOptions

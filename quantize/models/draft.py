@@ -7,7 +7,7 @@ from edgellm.export.draft_checkpoints.block_config import BlockConfig
 from edgellm.export.draft_checkpoints.config import DraftConfig
 from edgellm.export.drafts.mtp import MtpConfig
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.quantize.models.block_draft import BlockDraft
 from edgellm.quantize.models.checks import check_floats
 from edgellm.quantize.models.eagle_draft import Draft

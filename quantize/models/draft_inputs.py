@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from edgellm.export.checkpoints.hf import TensorSource
+from edgellm.export.checkpoints.checkpoint import TensorSource
 from edgellm.export.draft_checkpoints.config import DraftConfig
 from edgellm.quantize.formats.tensors import read_tensor
 

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.draft_checkpoints.config import DraftConfig
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.calibration.text import Calibration
 from edgellm.quantize.formats.modelopt import F32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.formats.activation_rounding import nearest_e2m1
 from edgellm.quantize.formats.modelopt import (
     E2M1,

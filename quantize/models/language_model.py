@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.vlm import TextTower, text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import understand
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.calibration.text import Calibration
 from edgellm.quantize.formats.modelopt import F32

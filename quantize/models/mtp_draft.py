@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from edgellm.export.checkpoints.hf import Checkpoint, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.draft_checkpoints.config import DraftConfig, Norms
 from edgellm.export.drafts.mtp import MtpConfig, all_tensors, own_tensors
 from edgellm.quantize.formats.modelopt import F32

@@ -13,7 +13,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.resources import require_space
 from edgellm.core.strict_json import parse
-from edgellm.export.checkpoints.hf import Renamed, TensorSource, write_safetensors
+from edgellm.export.checkpoints.checkpoint import Renamed, TensorSource, write_safetensors
 from edgellm.quantize.algorithms.mixed_precision.search import quantized_modules
 from edgellm.quantize.algorithms.modelopt import hf_config
 from edgellm.quantize.formats import compressed_tensors

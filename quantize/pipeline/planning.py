@@ -15,8 +15,8 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.quantize.algorithms.autoround import is_installed
-from edgellm.quantize.algorithms.rotation_r1 import rotated
-from edgellm.quantize.algorithms.rotation_r2 import check_values
+from edgellm.quantize.algorithms.residual_rotation import rotated
+from edgellm.quantize.algorithms.value_rotation import check_values
 from edgellm.quantize.calibration.text import Calibration, load_tokenizer, read_calibration
 from edgellm.quantize.formats.schemes import (
     COMPRESSED_TENSORS,

@@ -30,10 +30,10 @@ from edgellm.quantize.algorithms.modelopt import (
     Exported,
     quantize,
 )
-from edgellm.quantize.algorithms.rotation_r2 import rotate_values
 from edgellm.quantize.algorithms.smoothquant import smooth
 from edgellm.quantize.algorithms.smoothquant_folding import fold_smoothing
 from edgellm.quantize.algorithms.tied_embedding import write_quantized_embeddings
+from edgellm.quantize.algorithms.value_rotation import rotate_values
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.evaluation.draft_acceptance import open_draft_of, store_taps
 from edgellm.quantize.evaluation.greedy_agreement import generate_outputs

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from edgellm.core import manifest, model_spec
-from edgellm.device_runtime.requests.request_file import ContentItem, Message, Options, Request
+from edgellm.device_runtime.request_files.request_file import ContentItem, Message, Options, Request
 from edgellm.device_runtime.sampling.params import OPTIONS
 from edgellm.tools.tables import Table, markdown
 

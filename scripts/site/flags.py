@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
-from edgellm.core.commands.launch import MODULES
+from edgellm.core.commands.entry_points import MODULES
 from edgellm.tools.tables import Table, markdown
 
 _SCRIPT = re.compile(r"^([\w-]+) = ", re.MULTILINE)

@@ -18,13 +18,13 @@ from typing import Any
 
 DEVICE = (
     "edgellm.export.pipeline.llm",
-    "edgellm.export.pipeline.resolve",
+    "edgellm.export.pipeline.open_checkpoint",
     "edgellm.export.pipeline.draft",
-    "edgellm.export.checkpoints.gguf.checkpoint",
+    "edgellm.export.checkpoints.gguf.gguf_checkpoint",
     "edgellm.build.engine",
     "edgellm.build.onnxruntime_cpu",
     "edgellm.device_runtime.api.llm",
-    "edgellm.device_runtime.requests.responses",
+    "edgellm.device_runtime.request_files.responses",
     "edgellm.tools.transfer.cli",
     "edgellm.export.drafts.eagle3",
     "typer._adapters",  # pydantic, which typer imports when a command line is read

@@ -22,7 +22,7 @@ from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 KEY, VALUE = 0.03, 0.02  # scales of an int8 cache
 

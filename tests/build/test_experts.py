@@ -31,7 +31,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda import provider
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.inspection.sources.detect import inspect
 
 PLAN = Plan(

@@ -24,7 +24,7 @@ from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.cli import app
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same", quantize="auto")

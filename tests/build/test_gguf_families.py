@@ -26,7 +26,7 @@ from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.checkpoints.quantized.gguf import FORMS
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 IDS = np.random.default_rng(5).integers(9, 96, 40)

@@ -22,7 +22,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.export import visual
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.multimodal.patch_grid import grid_inputs
 

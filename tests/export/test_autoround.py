@@ -16,7 +16,7 @@ from edgellm.core.errors import UnsupportedModelError
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 WEIGHTS = "model.safetensors"
 _AUTO_ROUND = {"quant_method": "auto-round"}

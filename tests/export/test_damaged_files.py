@@ -18,7 +18,7 @@ from edgellm.core.peft_adapter import read_adapter
 from edgellm.core.safetensors_io import Safetensors
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from edgellm.export.graph.architecture import (
     end_ids,
 )
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 _NORMAL, _CONTROL, _USER = 1, 3, 4
 _ENDS = (

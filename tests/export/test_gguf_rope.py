@@ -23,7 +23,7 @@ from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, read_rope
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 
 FACTORS = [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0]

@@ -16,7 +16,7 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 DOUBLED = '''
 """Llama, but for the embedding, which is doubled, and a key of its own."""

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.export.checkpoints.hf import read_whole
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.checkpoints.checkpoint import read_whole
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NORM = "model.norm.weight"

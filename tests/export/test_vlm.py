@@ -25,7 +25,7 @@ from edgellm.export import models
 from edgellm.export.checkpoints import vlm
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle
 
 TOLERANCE = 2e-4

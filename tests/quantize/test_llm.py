@@ -18,7 +18,7 @@ from edgellm.export.checkpoints import quantized
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.formats.quantized_linear import decode_linear
 from edgellm.quantize.formats.schemes import HEAD_SCHEMES, SCHEMES

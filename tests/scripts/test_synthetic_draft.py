@@ -20,7 +20,7 @@ from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.scripts.demo_images import DRAFT, MODEL
 from edgellm.scripts.synthetic_vlm.conversations import converse

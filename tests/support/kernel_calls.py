@@ -9,7 +9,12 @@ import ml_dtypes
 import numpy as np
 
 from edgellm.device_runtime.kernels.library import load_library
-from edgellm.device_runtime.kernels.pack import PackedForm, pack_codes, pack_floats, pack_fp8
+from edgellm.device_runtime.kernels.packed_layout import (
+    PackedForm,
+    pack_codes,
+    pack_floats,
+    pack_fp8,
+)
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _CACHES = {"float32": 0, "float16": 1, "int8": 2}

@@ -13,7 +13,7 @@ import pytest
 from conftest import make_checkpoint
 
 from edgellm.export import models
-from edgellm.export.checkpoints.hf import Safetensors, read_whole
+from edgellm.export.checkpoints.checkpoint import Safetensors, read_whole
 from edgellm.quantize.job import Job
 
 # Hidden 96 as well: INT4 blocks of 32.

@@ -11,7 +11,7 @@ from edgellm.build.plan import Plan
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 DRAFT = Path(__file__).parents[2] / "examples" / "smollm2-135m-instruct-eagle3"
 PROMPTS = [

@@ -14,7 +14,7 @@ from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export import visual
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.multimodal.patch_grid import grid_inputs
 

@@ -20,7 +20,7 @@ from edgellm.core.errors import (
 )
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine import profile
-from edgellm.device_runtime.requests.request_file import Options, read_file
+from edgellm.device_runtime.request_files.request_file import Options, read_file
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.tools.bench import cli, machine, measure, result_formats
 from edgellm.tools.bench import interleaved_run as loops

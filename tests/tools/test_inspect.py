@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.inspection.output.as_json import report_json
 from edgellm.tools.inspection.output.page import report_page
 from edgellm.tools.inspection.output.tables import size, tables

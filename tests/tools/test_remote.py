@@ -9,13 +9,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from edgellm.core.errors import EdgeLLMError
+from edgellm.tools.distributed.ray_map import require_ray
+from edgellm.tools.distributed.servers import RejectedError, Servers
 from edgellm.tools.evaluate.answers import OutputLog
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.remote import answer_remotely
 from edgellm.tools.evaluate.scoring.scores import score
 from edgellm.tools.evaluate.settings import Settings
-from edgellm.tools.remote.ray_map import require_ray
-from edgellm.tools.remote.servers import RejectedError, Servers
 
 GONE = "http://127.0.0.1:1"  # no server listens there
 

@@ -389,7 +389,7 @@ def test_hidden_taps_must_be_numbers(job):
 def test_the_export_agrees_with_the_network(job, base, tmp_path):
     """Runs the exported fuse and model graphs on ONNX Runtime, for step 0 and recycled steps."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
-    from edgellm.export.pipeline.resolve import open_checkpoint
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
     run(replace(job, hidden_taps=(0, 3, 6)))
     checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (job.output_dir, base))

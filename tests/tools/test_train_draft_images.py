@@ -17,7 +17,7 @@ from vlm_engines import Reference, make_vlm
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.multimodal import processors
 from edgellm.multimodal.images import open_image
 from edgellm.tools.train_draft import base as base_module

@@ -23,7 +23,7 @@ from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.data.corpus import Generation
 from edgellm.tools.train_draft.methods.losses import PIECE, token_loss

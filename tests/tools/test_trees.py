@@ -16,7 +16,7 @@ from html_pages import Page
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import Step
-from edgellm.device_runtime.requests.tree_log import TreeLog, trees_as_json
+from edgellm.device_runtime.request_files.tree_log import TreeLog, trees_as_json
 from edgellm.device_runtime.speculate.acceptance import Round
 from edgellm.device_runtime.speculate.tree import Tree
 from edgellm.tools.trees import PAGE, read_trees, render, summarize

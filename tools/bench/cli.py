@@ -10,7 +10,7 @@ import typer
 from edgellm.core.cli import App, numbers, run_command
 from edgellm.core.commands.progress import shown
 from edgellm.core.errors import EdgeLLMError, require_choice
-from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.bench.flags import BenchFlags, with_bench_flags
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def bench(
     import msgspec
 
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.requests.request_file import read_file
+    from edgellm.device_runtime.request_files.request_file import read_file
     from edgellm.tools.bench.interleaved_run import Texts, Work, run
     from edgellm.tools.bench.machine import busy_warning, facts
     from edgellm.tools.bench.measure import check_sizes

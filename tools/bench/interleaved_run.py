@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.tools.bench.measure import decode_rate, prefill_rate, run_both_modes, with_depth
 from edgellm.tools.bench.results import DECODE, EAGLE, PLAIN, PREFILL, TEXT, Pair, Results, Series
 

@@ -17,8 +17,8 @@ from edgellm.device_runtime.engine.profile import GENERATION, PREFILL, Profile
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence as Request
 from edgellm.device_runtime.engine.step import step
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.tools.bench.results import Pair

@@ -8,8 +8,8 @@ import typer
 
 from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
-from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.request_files.sampling_flags import given_flags, with_sampling_flags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.chat.flags import ChatFlags, with_chat_flags
 
 _MAX_GENERATE_LENGTH = 512  # if the flags and the model give none

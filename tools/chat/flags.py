@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from edgellm.core.cli import with_flags
-from edgellm.device_runtime.requests.flags import (
+from edgellm.device_runtime.request_files.flags import (
     AllowSpecialTokens,
     EngineDir,
     MultimodalEngineDir,

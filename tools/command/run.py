@@ -12,7 +12,7 @@ import typer
 
 from edgellm.core.cli import App
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.sampling_flags import given_flags, with_sampling_flags
+from edgellm.device_runtime.request_files.sampling_flags import given_flags, with_sampling_flags
 from edgellm.tools.chat.flags import EnableThinking, System
 from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 

@@ -14,7 +14,7 @@ import msgspec
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine.profile import GENERATION, VERIFY
-from edgellm.device_runtime.faults import Confined
+from edgellm.device_runtime.request_faults import Confined
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.evaluate.answers import Choice, OutputLog, Record
 from edgellm.tools.evaluate.datasets.questions import Question

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.append_log import Journal
+from edgellm.device_runtime.request_files.append_log import Journal
 
 
 class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -8,7 +8,7 @@ import typer
 
 from edgellm.core.cli import NOTHING_HALF_WRITTEN, App, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.evaluate.flags import EvalFlags, with_eval_flags
 
 app = App()
@@ -53,8 +53,8 @@ def evaluate(
     assert flags.dataset is not None and flags.output_dir is not None  # noqa: PT018
     if flags.ray is not None:
         _reject_engines(flags.engine_dir, flags.multimodal_engine_dir, how)
+    from edgellm.tools.distributed.servers import Servers
     from edgellm.tools.evaluate.evaluation import Job, evaluate
-    from edgellm.tools.remote.servers import Servers
 
     servers = None if flags.ray is None else Servers.read(flags.ray)
     job = Job(

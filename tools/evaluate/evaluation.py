@@ -18,6 +18,8 @@ from edgellm.core.commands.progress import shown as show_progress
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.tools.distributed.ray_map import require_ray
+from edgellm.tools.distributed.servers import Servers
 from edgellm.tools.evaluate.answering import answer_all, open_logs
 from edgellm.tools.evaluate.datasets.questions import FILED, Question, fingerprint, load
 from edgellm.tools.evaluate.remote import answer_remotely
@@ -27,8 +29,6 @@ from edgellm.tools.evaluate.scoring.rouge import require_rouge
 from edgellm.tools.evaluate.scoring.sandbox import open_sandbox
 from edgellm.tools.evaluate.scoring.scores import SCORES_FILE, Scores, read_scores, score
 from edgellm.tools.evaluate.settings import RUN_FILE, Settings, run_folder
-from edgellm.tools.remote.ray_map import require_ray
-from edgellm.tools.remote.servers import Servers
 from edgellm.tools.tables import show
 
 

@@ -15,12 +15,12 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from edgellm.core.errors import EdgeLLMError
+from edgellm.tools.distributed.ray_map import Work, spread
+from edgellm.tools.distributed.servers import RejectedError, Servers, places
 from edgellm.tools.evaluate.answering import conversation
 from edgellm.tools.evaluate.answers import Choice, OutputLog, Record
 from edgellm.tools.evaluate.datasets.questions import Question
 from edgellm.tools.evaluate.settings import Settings
-from edgellm.tools.remote.ray_map import Work, spread
-from edgellm.tools.remote.servers import RejectedError, Servers, places
 
 Spread = Callable[[Sequence[dict[str, Any]], Work, int], Any]
 _MODE = "plain"  # servers may speculate, which does not change answers

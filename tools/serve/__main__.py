@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.serve`."""
 
-from edgellm.core.commands.launch import run
+from edgellm.core.commands.entry_points import run
 
 run("edgellm.tools.serve.cli")

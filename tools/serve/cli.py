@@ -11,7 +11,7 @@ import typer
 
 from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.requests.spec_flags import SpecFlags, with_spec_flags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import ServeFlags, with_serve_flags
 
 if TYPE_CHECKING:

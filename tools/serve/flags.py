@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from edgellm.core.cli import with_flags
-from edgellm.device_runtime.requests.flags import AllowSpecialTokens, Verify
+from edgellm.device_runtime.request_files.flags import AllowSpecialTokens, Verify
 from edgellm.device_runtime.validation import MAX_STALL_MS
 
 Host = Annotated[

@@ -16,14 +16,14 @@ from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
 from edgellm.core.manifest import DRAFT_FOLDER, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.tools.store import hub
-from edgellm.tools.store.limits import choose_plan, draft_plan
-from edgellm.tools.store.source import BUNDLE, ENGINE, Source, read_source
+from edgellm.tools.store.engine_plan import choose_plan, draft_plan
+from edgellm.tools.store.model_source import BUNDLE, ENGINE, Source, read_source
 from edgellm.tools.store.store import Entry, Recipe, Record, Store, key_of, size_of
 
 if TYPE_CHECKING:
     from edgellm.build.plan import Plan
     from edgellm.core.manifest import Bundle
-    from edgellm.export.checkpoints.hf import Checkpoint
+    from edgellm.export.checkpoints.checkpoint import Checkpoint
 
 _DEVICE_ONLY = "export it on a host, copy the bundle here, and give the bundle's folder"
 # Drafts that their authors trained for a model of the hub.
@@ -213,7 +213,7 @@ def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path
 
 def _open(path: Path) -> Checkpoint:
     try:
-        from edgellm.export.pipeline.resolve import open_checkpoint
+        from edgellm.export.pipeline.open_checkpoint import open_checkpoint
     except ModuleNotFoundError as error:
         raise EdgeLLMError(
             f"{error.name} is not installed, so checkpoints cannot be exported here",
@@ -229,7 +229,7 @@ def _export(
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
     from edgellm.export.pipeline.llm import export_llm
-    from edgellm.export.pipeline.resolve import open_draft
+    from edgellm.export.pipeline.open_checkpoint import open_draft
 
     bundle = bundles / "base"
     bundles.mkdir()

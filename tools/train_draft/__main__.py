@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.train_draft`."""
 
-from edgellm.core.commands.launch import run
+from edgellm.core.commands.entry_points import run
 
 run("edgellm.tools.train_draft.cli")

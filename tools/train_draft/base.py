@@ -24,10 +24,10 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.vlm import is_vlm
 from edgellm.export.graph.architecture import end_ids
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.train_draft.data.float_weights import float_weights, has_own_head, require_known
 from edgellm.tools.train_draft.data.images import Picture, Pictures
 

@@ -20,7 +20,7 @@ from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError, require_choice
 
 if TYPE_CHECKING:
-    from edgellm.tools.remote.servers import Servers
+    from edgellm.tools.distributed.servers import Servers
     from edgellm.tools.train_draft.training_run import Job
 
 app = App()
@@ -486,8 +486,8 @@ def _require_data(data: list[Path] | None, self_prompts: int) -> None:
 
 
 def _servers(ray: str) -> Servers | None:
-    from edgellm.tools.remote.ray_map import require_ray
-    from edgellm.tools.remote.servers import Servers
+    from edgellm.tools.distributed.ray_map import require_ray
+    from edgellm.tools.distributed.servers import Servers
 
     if not ray:
         return None

@@ -24,9 +24,9 @@ from edgellm.core.errors import (
 from edgellm.core.file_lock import hold
 from edgellm.core.resources import explain_full_disk
 from edgellm.export.config.hidden_taps import check_taps, default_taps
-from edgellm.export.pipeline.resolve import find_path
+from edgellm.export.pipeline.open_checkpoint import find_path
 from edgellm.quantize.pipeline.torch_device import choose_device
-from edgellm.tools.remote.servers import Servers
+from edgellm.tools.distributed.servers import Servers
 from edgellm.tools.train_draft.base import Base, Prompt, load_base
 from edgellm.tools.train_draft.data.corpus import (
     Generation,

@@ -1,5 +1,5 @@
 """`python -m edgellm.tools.transfer`."""
 
-from edgellm.core.commands.launch import run
+from edgellm.core.commands.entry_points import run
 
 run("edgellm.tools.transfer.cli")

@@ -1,4 +1,4 @@
-"""Measurements of GPUs that `gpu.py`, `proof.py` and the tests share.
+"""Measurements of GPUs that `gpu.py`, `gpu_proof.py` and the tests share.
 
 References and fakes are those of the tests, whose folders this puts on the path.
 """

@@ -20,7 +20,7 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import (
 )
 from edgellm.core.onnx_functions import BLOCK_LINEAR, OFFSET_LINEAR
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.device_runtime.kernels.pack import PackedForm
+from edgellm.device_runtime.kernels.packed_layout import PackedForm
 
 
 def lower_embeddings(graph: GraphEditor, kernel: OwnLinears) -> None:

@@ -20,7 +20,7 @@ from edgellm.core.onnx_functions import (
     ROUTER,
 )
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order, pack_floats
+from edgellm.device_runtime.kernels.packed_layout import STRIP, PackedForm, gated_order, pack_floats
 
 
 def lower_experts(graph: GraphEditor, kernel: OwnLinears) -> None:

@@ -21,7 +21,7 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import (
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.lora import attach
 from edgellm.device_runtime.kernels.library import DOMAIN
-from edgellm.device_runtime.kernels.pack import STRIP, PackedForm, gated_order
+from edgellm.device_runtime.kernels.packed_layout import STRIP, PackedForm, gated_order
 
 _OPERATOR = "QuantLinear"
 _GAMMA, _BIAS, _RESIDUAL, _INPUTS = 2, 4, 5, 6  # places of its inputs, and their number; after

@@ -16,7 +16,7 @@ from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.linears.round_int4 import expert_block, nearest_int4_rows
 from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, rows_of_int8
 from edgellm.build.lowering.weights import U8, stored_array
-from edgellm.device_runtime.kernels.pack import (
+from edgellm.device_runtime.kernels.packed_layout import (
     BLOCKS,
     MIDDLES,
     PackedForm,

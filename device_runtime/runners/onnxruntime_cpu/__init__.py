@@ -93,7 +93,7 @@ def _check_origin(folder: Path, engine: Engine) -> None:
 
 def _check_kernels(folder: Path, engine: Engine) -> None:
     from edgellm.device_runtime.kernels.library import load_library
-    from edgellm.device_runtime.kernels.pack import VERSION
+    from edgellm.device_runtime.kernels.packed_layout import VERSION
 
     built = engine.options.get(LAYOUT)
     if built != VERSION:

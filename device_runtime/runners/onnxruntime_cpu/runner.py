@@ -21,7 +21,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
     Scratch,
     ports_of,
 )
-from edgellm.device_runtime.runners.onnxruntime_cpu.cache import ContiguousKVCache
+from edgellm.device_runtime.runners.onnxruntime_cpu.contiguous_kv_cache import ContiguousKVCache
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
 from edgellm.device_runtime.runners.outputs import FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.runner import Inputs, Runner

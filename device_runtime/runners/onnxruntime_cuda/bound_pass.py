@@ -10,7 +10,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import Buffers, allocate
+from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import Buffers, allocate
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import Sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
 

@@ -11,7 +11,7 @@ import onnxruntime as ort
 from onnx import external_data_helper, helper
 
 from edgellm.core.graph_roles import ROLES, Rows
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
+from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, GraphOptions, load_graph
 
 _LAID_OUT = ("MatMulNBits",)  # operators whose weights a session repacks for tensor cores

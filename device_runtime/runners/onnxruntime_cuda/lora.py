@@ -7,7 +7,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.runners.lora_slots import AdapterPlaces
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import allocate
+from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import input_types
 
 

@@ -30,7 +30,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     slot_indices,
 )
 from edgellm.device_runtime.runners.onnxruntime_cuda.bound_pass import BoundPass
-from edgellm.device_runtime.runners.onnxruntime_cuda.cache import DeviceCache
+from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import DeviceCache
 from edgellm.device_runtime.runners.onnxruntime_cuda.loading import Loader
 from edgellm.device_runtime.runners.onnxruntime_cuda.lora import DeviceAdapters
 from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import Grid, flat_index, lone

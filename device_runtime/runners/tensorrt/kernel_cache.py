@@ -13,9 +13,9 @@ from edgellm.core import graph_io
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.kernels.triton.catalog import keep_rows
-from edgellm.device_runtime.runners.tensorrt.cache import DeviceCache
 from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import displaced
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device, Planes
+from edgellm.device_runtime.runners.tensorrt.device_kv_cache import DeviceCache
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
     Block,
     Layout,

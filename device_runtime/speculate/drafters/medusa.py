@@ -19,7 +19,12 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
 )
-from edgellm.device_runtime.networks.heads import HeadsNetwork, HeadsPart, costs, open_heads
+from edgellm.device_runtime.networks.heads import (
+    HeadsNetwork,
+    HeadsPart,
+    costs,
+    open_heads,
+)
 from edgellm.device_runtime.speculate.draft_cache import ImageIds
 from edgellm.device_runtime.speculate.drafter import SpecState, TreeDrafter
 from edgellm.device_runtime.speculate.drafter_loading import (

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.checkpoints.quantized_weight import (
     InputRounding,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.algorithms.gptq.float_grids import Fp8Grid, Nvfp4Grid
 from edgellm.quantize.algorithms.gptq.rounding import Grid, IntegerGrid, Rounded
 from edgellm.quantize.formats.activation_rounding import nearest_e2m1

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, replace
 
 from edgellm.quantize.algorithms.autoround import is_installed
-from edgellm.quantize.algorithms.rotation_r1 import rotates
-from edgellm.quantize.algorithms.rotation_r2 import rotates_values
+from edgellm.quantize.algorithms.residual_rotation import rotates
+from edgellm.quantize.algorithms.value_rotation import rotates_values
 from edgellm.quantize.formats.schemes import ALGORITHMS, GPTQ, RESIDUAL, VALUES
 from edgellm.quantize.job import Job
 from edgellm.quantize.models.checks import HEAD

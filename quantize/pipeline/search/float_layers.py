@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.job import Job
 from edgellm.quantize.models.language_model import LanguageModel
 from edgellm.quantize.pipeline.run import Progress

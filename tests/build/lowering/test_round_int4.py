@@ -30,7 +30,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_fast_in
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 _FLOAT = ir.DataType.FLOAT
 IDS = np.random.default_rng(4).integers(9, 96, 20)

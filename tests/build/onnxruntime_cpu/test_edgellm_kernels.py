@@ -31,15 +31,15 @@ from edgellm.core.errors import (
 )
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.kernels import library, pack
+from edgellm.device_runtime.kernels import library, packed_layout
 from edgellm.device_runtime.networks.decoder import open_decoder
-from edgellm.device_runtime.requests.lossless_check import prove
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.lossless_check import prove
+from edgellm.device_runtime.request_files.request_file import Options
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 OWN = CpuOptions("edgellm")
 PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, max_verify_tree_size=12, options=OWN)
@@ -185,21 +185,23 @@ def test_weights_are_rounded_some_channels_at_a_time(rounds, dtype, tmp_path, mo
     ]  # fmt: skip
     weight = LinearWeight(tuple(parts))
     form = form_of(weight, rounds=rounds, is_gated=True)
-    monkeypatch.setattr(pack, "_WEIGHTS_AT_ONCE", 1 << 15)
+    monkeypatch.setattr(packed_layout, "_WEIGHTS_AT_ONCE", 1 << 15)
     tracemalloc.start()
-    pieces = packed_bytes(form, weight, pack.gated_order(1024))
+    pieces = packed_bytes(form, weight, packed_layout.gated_order(1024))
     found = b"".join(pieces)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    rows = np.concatenate(floats)[pack.gated_order(1024)]
+    rows = np.concatenate(floats)[packed_layout.gated_order(1024)]
     if rounds == "int4":
         codes, scales = nearest_int4_rows(rows, 32)
         codes = codes + np.int16(8)
     else:
         codes, scales = rows_of_int8(rows, 32)
         codes += 128
-    multiplier = pack.scale_multiplier(float(np.abs(rows).max()) / (7 if rounds == "int4" else 127))
-    expected = pack.pack_codes(form, codes.astype(np.uint8), scales, multiplier=multiplier)
+    multiplier = packed_layout.scale_multiplier(
+        float(np.abs(rows).max()) / (7 if rounds == "int4" else 127)
+    )
+    expected = packed_layout.pack_codes(form, codes.astype(np.uint8), scales, multiplier=multiplier)
     assert found == b"".join(expected)
     assert peak < 2 * len(found) + 2e6
 

@@ -17,7 +17,7 @@ from edgellm.build.onnxruntime_cpu.lower import lower
 from edgellm.build.plan import Plan
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.quantized.gguf import FORMS
 from edgellm.export.checkpoints.weights import Weights, write_weights
 from edgellm.export.graph.architecture import ExportOptions
@@ -25,7 +25,7 @@ from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.onnx.builder import OPSET, Op
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 BUNDLE = {"Q2_K": 1.2}  # most relative to the file, if not 1.05: scales of 4 bits take 8
 # Engines widen other formats. Scales of Q4_K take 16 bits of the kernels, not 6.

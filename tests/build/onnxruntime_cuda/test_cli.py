@@ -11,7 +11,7 @@ from visual_checkpoints import make_visual_checkpoint
 from edgellm.core.artifact import verify_files
 from edgellm.core.manifest import LLM_ENGINE, VISUAL_ENGINE, load_engine
 from edgellm.export import visual
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 SMALL = ("--maxInputLen", 48, "--maxKVCacheCapacity", 64)

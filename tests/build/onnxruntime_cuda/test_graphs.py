@@ -41,7 +41,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import fil
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="same", quantize="none")

@@ -24,7 +24,7 @@ from edgellm.core.model_spec import VisionSpec
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.multimodal.patch_grid import grid_inputs
 
 CAPACITY, ROWS, WRITTEN = 32, 5, 3

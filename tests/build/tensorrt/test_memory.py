@@ -17,7 +17,7 @@ from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
          "num_hidden_layers": 5, "vocab_size": 512, "eos_token_id": 1}  # fmt: skip

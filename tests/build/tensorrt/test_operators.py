@@ -29,7 +29,7 @@ from edgellm.export import models, visual
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.multimodal.patch_grid import grid_inputs
 
 OF_OTHERS = "smolvlm"  # whose encoder and decoder are idefics3's

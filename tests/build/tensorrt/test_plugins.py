@@ -52,7 +52,7 @@ from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.layers.attention import PassState, Scores
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, ROWS = 128, 24

@@ -34,7 +34,7 @@ from edgellm.core.onnx_functions import FUNCTIONS
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto", max_verify_tree_size=12)

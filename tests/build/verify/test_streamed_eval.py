@@ -20,11 +20,11 @@ from edgellm.build.verify import reference, streamed_eval
 from edgellm.build.verify.check import row_errors
 from edgellm.build.verify.rounding_simulation import Rounds
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
-from edgellm.device_runtime.kernels import pack
+from edgellm.device_runtime.kernels import packed_layout
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(
@@ -132,7 +132,7 @@ def test_rounding_by_slices_is_rounding_whole(shape):
 
 def test_the_check_does_not_change_the_engine(bundles, tmp_path, monkeypatch):
     """Weights rounded by the check are packed to the same bits as without the check."""
-    monkeypatch.setattr(pack, "_WEIGHTS_AT_ONCE", 1 << 11)
+    monkeypatch.setattr(packed_layout, "_WEIGHTS_AT_ONCE", 1 << 11)
     folder = bundles.make("eagle_base", "fp16", "fp32")
     logits = []
     for checks in (True, False):

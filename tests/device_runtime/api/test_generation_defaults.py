@@ -11,7 +11,7 @@ import pytest
 from edgellm.core.errors import BrokenArtifactError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
-from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.request_files.request_file import Options, parse_request, sampling_of
 
 USER = {"role": "user", "content": "w20 w21"}
 MODEL = {"temperature": 3.0, "top_p": 0.95, "top_k": 0, "max_generate_length": 5}

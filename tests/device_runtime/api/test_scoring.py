@@ -19,7 +19,7 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
 TEXT = [20, 30, 40, 50, 60, 21, 22, 23, 24, 25] * 8  # of more than one piece

@@ -25,11 +25,11 @@ from edgellm.core.errors import (
 )
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.images import ImageReader
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.export import visual
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import pytest
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.api.generation_request import GenerationRequest
-from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.request_files.request_file import Options, parse_request, sampling_of
 from edgellm.device_runtime.sampling.guidance import Guide
 
 END = 2

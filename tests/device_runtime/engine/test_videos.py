@@ -19,8 +19,8 @@ from edgellm.core.errors import (
     RequestError,
 )
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.multimodal import video as films

@@ -32,7 +32,7 @@ from edgellm.device_runtime.scheduler.request_output import RequestOutput
 from edgellm.export import visual
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CAPACITY, MOST = 160, 4

@@ -18,12 +18,12 @@ from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks import recurrent_state, sequence_kv
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
-from edgellm.device_runtime.requests.lossless_check import prove
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.lossless_check import prove
+from edgellm.device_runtime.request_files.request_file import Options
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 HYBRIDS = {name: models.find(name).TINY for name in ("lfm2", "qwen3_5_text", "falcon_h1")}
 GREEDY = SamplingParams(temperature=0)

@@ -23,7 +23,7 @@ from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, LLM_ENGINE, load_e
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
-from edgellm.device_runtime.runners.onnxruntime_cuda import cache, runner
+from edgellm.device_runtime.runners.onnxruntime_cuda import device_kv_cache, runner
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
@@ -273,7 +273,7 @@ def test_a_device_that_is_too_small(engine, monkeypatch):
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to allocate memory for requested buffer of size 7")
 
-    monkeypatch.setattr(cache.ort.OrtValue, "ortvalue_from_shape_and_type", fail)
+    monkeypatch.setattr(device_kv_cache.ort.OrtValue, "ortvalue_from_shape_and_type", fail)
     with pytest.raises(LimitError, match="Failed to allocate") as caught:
         cuda_on_cpu.open_base(engine)
     assert "--maxKVCacheCapacity" in caught.value.hint

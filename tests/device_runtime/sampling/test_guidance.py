@@ -16,8 +16,8 @@ from edgellm.core.errors import (
     RequestError,
 )
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
-from edgellm.device_runtime.requests.responses import run_request
+from edgellm.device_runtime.request_files.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.request_files.responses import run_request
 from edgellm.device_runtime.sampling.guidance import Guidance, Guide
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.acceptance import Typical

@@ -18,7 +18,7 @@ import json
 from typer.main import get_command
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.cli import app as inference
-from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.request_files.request_file import Options, parse_request, sampling_of
 from edgellm.scripts.site.files import request_page
 from edgellm.tools.chat.cli import app
 from edgellm.tools.serve.protocols.anthropic.messages import MessagesRequest

@@ -15,8 +15,8 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.networks import draft
 from edgellm.device_runtime.networks.decoder import open_decoder
-from edgellm.device_runtime.requests.lossless_check import prove
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.lossless_check import prove
+from edgellm.device_runtime.request_files.request_file import Options
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.shared_passes import Passes

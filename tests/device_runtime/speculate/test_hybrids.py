@@ -10,8 +10,8 @@ import pytest
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
 from edgellm.device_runtime.networks import sequence_kv
-from edgellm.device_runtime.requests.lossless_check import prove
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.lossless_check import prove
+from edgellm.device_runtime.request_files.request_file import Options
 
 GREEDY = SamplingParams(temperature=0)
 WITH_TEXT = SpecOptions(lookups=("ngram", "suffix"), tree="fixed", verify_size=12)

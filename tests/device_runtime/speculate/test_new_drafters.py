@@ -17,7 +17,7 @@ from edgellm.core.graph_io import (
 from edgellm.core.graph_roles import ROLES, Role, Rows
 from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, networks
-from edgellm.device_runtime.requests.spec_flags import SpecFlags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate import drafters
 
 NETWORK = '''

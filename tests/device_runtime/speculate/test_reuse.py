@@ -12,7 +12,7 @@ from scripted_sessions import DRAFTS, VOCAB, StrictBase, StrictDraft, recorded
 from stepping import by_cost, generate, learned_of, speculate
 
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedPrefixes, count_common
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import PinnedPrefixes, count_common
 from edgellm.device_runtime.sampling.sampler import Sampler, SamplingParams
 from edgellm.device_runtime.speculate.draft_cache import DraftKVCaches
 from edgellm.device_runtime.speculate.drafter import RETRIAL_ROWS

@@ -24,7 +24,7 @@ from edgellm.export import models
 from edgellm.export.checkpoints.nonfinite_check import checked
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle
 from edgellm.tools.inspection.sources.detect import inspect
 

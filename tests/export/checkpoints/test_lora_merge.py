@@ -15,7 +15,7 @@ from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable, verify_bundle
 
 TOKENS = np.arange(12) * 7 % 90

@@ -16,7 +16,7 @@ from edgellm.export import models
 from edgellm.export.config.hidden_taps import default_taps
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_outputs
 
 AUX = "eagle_aux_hidden_state_layer_ids"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, LLM_BUNDLE, Bundle, load_bundle
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 BASE = {**models.find("llama").TINY, "num_hidden_layers": BASE_LAYERS}
 K = 6

@@ -26,7 +26,7 @@ from edgellm.export.graph.architecture import (
     read_architecture,
 )
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 
 @pytest.fixture(scope="module")

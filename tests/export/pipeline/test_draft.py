@@ -30,7 +30,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 from edgellm.device_runtime.networks.draft import open_draft
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 EXPORTERS = {
     "safeailab": "SafeAILab", "angelslim": "AngelSlim", "specforge": "SpecForge",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.eagle3_checkpoint import ENGINES, command_line, hand_over
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 # Features that no engine supports, or that only vLLM computes correctly.

@@ -20,8 +20,8 @@ from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.reference_weights import quantized_names, read_input, read_weight
-from edgellm.export.pipeline.resolve import open_checkpoint
 from edgellm.export.pipeline.verify import verify_bundle
 
 pytestmark = pytest.mark.usefixtures("one_thread")

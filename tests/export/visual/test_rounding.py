@@ -26,11 +26,11 @@ from edgellm.core.errors import (
 )
 from edgellm.core.manifest import Bundle
 from edgellm.export import visual
-from edgellm.export.checkpoints.hf import Safetensors
+from edgellm.export.checkpoints.checkpoint import Safetensors
 from edgellm.export.checkpoints.quantized_weight import QuantizedLinear
 from edgellm.export.checkpoints.round_weights import round_linear
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.multimodal.patch_grid import grid_inputs
 

@@ -20,7 +20,7 @@ from edgellm.core.errors import (
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, load_bundle
 from edgellm.export import models, visual
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 pytestmark = pytest.mark.usefixtures("one_thread")

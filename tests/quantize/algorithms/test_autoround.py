@@ -13,7 +13,7 @@ from quantize_cases import decode, load, make_job, make_model, write_text
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.algorithms import autoround
 from edgellm.quantize.formats.modelopt import pack_int4, unpack_int4
 from edgellm.quantize.job import Job

@@ -13,7 +13,7 @@ from quantize_cases import decode, load, make_job, make_model, write_text
 
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.activations import gradients
 from edgellm.quantize.algorithms.gptq.coordinate_descent import refine
 from edgellm.quantize.algorithms.gptq.float_grids import Fp8Grid, Nvfp4Grid

@@ -16,7 +16,7 @@ from quantize_cases import load, make_job, make_model, write_text
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.algorithms.gptq.rounding import IntegerGrid, round_nearest
 from edgellm.quantize.algorithms.mixed_precision import search
 from edgellm.quantize.algorithms.mixed_precision.allocation import Form, Unit, choose_point, curve

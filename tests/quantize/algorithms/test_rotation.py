@@ -23,14 +23,14 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.export import models
-from edgellm.export.checkpoints.hf import TensorInfo, write_safetensors
+from edgellm.export.checkpoints.checkpoint import TensorInfo, write_safetensors
 from edgellm.export.checkpoints.residual_rotation import KEY, Computed, Recipe, Rotation, mixed
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
-from edgellm.quantize.algorithms.rotation_r1 import rotated
-from edgellm.quantize.algorithms.rotation_r2 import check_values, rotate_values
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
+from edgellm.quantize.algorithms.residual_rotation import rotated
+from edgellm.quantize.algorithms.value_rotation import check_values, rotate_values
 from edgellm.quantize.formats.tensors import read_tensor
 from edgellm.quantize.models.language_model import LanguageModel, untied
 from edgellm.quantize.pipeline.run import run_job

@@ -17,7 +17,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.formats.schemes import SCHEMES, check_format
 from edgellm.quantize.pipeline.run import run_job

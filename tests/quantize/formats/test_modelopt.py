@@ -13,7 +13,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.quantize.formats.activation_rounding import round_input
 from edgellm.quantize.formats.modelopt import E2M1, E4M3, pack_int4, unpack_int4, unpack_nvfp4
 from edgellm.quantize.formats.quantized_linear import decode_linear

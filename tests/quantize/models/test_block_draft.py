@@ -20,7 +20,7 @@ from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.block import open_block
 from edgellm.device_runtime.networks.draft import DraftPart
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
 from edgellm.quantize.evaluation.layer_errors import compare
 from edgellm.quantize.job import Job

@@ -26,7 +26,7 @@ from edgellm.core.errors import (
 )
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.formats.schemes import SCHEMES
 from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.planning import make_plan

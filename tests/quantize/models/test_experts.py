@@ -12,7 +12,7 @@ from quantize_cases import load, make_job, make_model, write_text
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.formats.quantized_linear import decode_linear
 from edgellm.quantize.formats.schemes import SCHEMES, Recipe
 from edgellm.quantize.models.expert_rounding import Products, round_weight

@@ -19,11 +19,11 @@ from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
-from edgellm.export.checkpoints.hf import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.vlm import own_name
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.evaluation.layer_errors import relative
 from edgellm.quantize.formats.activation_rounding import round_input

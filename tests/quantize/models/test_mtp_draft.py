@@ -21,7 +21,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.quantize.job import Job
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job

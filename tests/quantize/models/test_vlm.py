@@ -16,7 +16,7 @@ from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 from edgellm.quantize.pipeline.run import run_job
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from edgellm.device_runtime import SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import run_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import run_request
 
 GREEDY = SamplingParams(temperature=0)
 TURNS = [{"role": "user", "content": "w20 w30"}, {"role": "assistant", "content": "w21 w22"}]

@@ -15,7 +15,7 @@ from edgellm.device_runtime import LLM
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.serve.protocols.openai.embeddings import EmbeddingRequest
 
 TEXTS = ["w20 w30 w40", "w21", "w20 w30 w41"]

@@ -21,7 +21,7 @@ from edgellm.tools.serve.protocols.openai.chat import ChatWriter, ask_of, prompt
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
 from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
-from edgellm.tools.serve.tool_calls.output_parsers import OutputFormat
+from edgellm.tools.serve.tool_calls.output_format import OutputFormat
 from edgellm.tools.serve.tool_calls.parser import Call, ReasoningText
 
 TOOLS = {"weather": None}

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.tools.chat.conversation import Conversation, Settings
 from edgellm.tools.serve.engines.ask import EngineRequest, start
 from edgellm.tools.serve.protocols.openai.chat import ask_of

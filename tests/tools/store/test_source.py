@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.tools.store.source import read_source
+from edgellm.tools.store.model_source import read_source
 
 
 def test_a_gguf_model_in_several_files_has_the_content_of_all(tmp_path):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.device_runtime.requests.lossless_check import first_difference, logits_behind
+from edgellm.device_runtime.request_files.lossless_check import first_difference, logits_behind
 from edgellm.tools.evaluate.answering import sampling_of, start
 from edgellm.tools.evaluate.answers import Choice, Record
 from edgellm.tools.evaluate.datasets.questions import Question

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.model_spec import KVCacheSpec
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo
 from edgellm.export.draft_checkpoints import kinds
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.inspection.report import Graph, Report, flat
 from edgellm.tools.inspection.sources.param_count import count_parameters
 from edgellm.tools.inspection.sources.provenance import of_checkpoint

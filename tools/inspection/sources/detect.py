@@ -11,7 +11,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.core.manifest import MANIFEST_NAME
-from edgellm.export.pipeline.resolve import refuse_adapter
+from edgellm.export.pipeline.open_checkpoint import refuse_adapter
 from edgellm.tools.inspection.report import Report
 from edgellm.tools.inspection.sources.bundles import (
     inspect_bundle,

@@ -9,8 +9,8 @@ from typing import Any
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import KVCacheSpec
+from edgellm.export.checkpoints.checkpoint import CHUNK_BYTES
 from edgellm.export.checkpoints.gguf.reader import GGUFTensor, read_gguf
-from edgellm.export.checkpoints.hf import CHUNK_BYTES
 from edgellm.tools.inspection.report import Graph, Report
 from edgellm.tools.inspection.sources.checkpoints import FLOAT_BYTES
 from edgellm.tools.inspection.sources.provenance import of_checkpoint

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from edgellm.export.checkpoints.hf import Checkpoint, TensorInfo, read_whole
+from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo, read_whole
 
 # Scales and other tensors of quantized weights, and tables that are not weights.
 _EXTRAS = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.export.checkpoints.hf import CHUNK_BYTES
+from edgellm.export.checkpoints.checkpoint import CHUNK_BYTES
 
 Contents = Callable[[], Iterator[memoryview]]
 VISION = "vision"  # the whole encoder of a vision-language model

@@ -15,7 +15,7 @@ from edgellm.core.errors import (
     UnexpectedError,
 )
 from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
-from edgellm.device_runtime.faults import as_failure
+from edgellm.device_runtime.request_faults import as_failure
 from edgellm.device_runtime.scheduler.running_batch import OutOfTimeError
 from edgellm.device_runtime.scheduler.scheduler import AGING_S
 from edgellm.tools.serve import heap

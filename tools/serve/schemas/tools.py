@@ -12,7 +12,7 @@ from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
-from edgellm.tools.serve.tool_calls.output_parsers import OutputFormat
+from edgellm.tools.serve.tool_calls.output_format import OutputFormat
 from edgellm.tools.serve.tool_calls.parser import ToolParser, Tools
 
 TOOL_NAME = r"^[A-Za-z0-9_.-]{1,64}$"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import Checkpoint, read_whole
+from edgellm.export.checkpoints.checkpoint import Checkpoint, read_whole
 from edgellm.quantize.formats.quantized_linear import PARTS, decode_linear
 from edgellm.quantize.formats.tensors import read_tensor
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.remote.ray_map import Work, spread
-from edgellm.tools.remote.servers import RejectedError, Servers, places
+from edgellm.tools.distributed.ray_map import Work, spread
+from edgellm.tools.distributed.servers import RejectedError, Servers, places
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.data.corpus import (
     Generation,

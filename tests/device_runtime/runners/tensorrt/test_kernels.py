@@ -11,8 +11,8 @@ from ptx_interpreter import launch
 
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners.tensorrt import kv_append
-from edgellm.device_runtime.runners.tensorrt.cache import aligned_capacity
 from edgellm.device_runtime.runners.tensorrt.cuda import gather, kv_compaction
+from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
 
 TENSORS, HEADS, ROWS, WORDS = 4, 3, 11, 2
 

@@ -10,7 +10,7 @@ import pytest
 from mixed_gguf import random_blocks
 
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.quantized.gguf import FORMS, read
 from edgellm.export.checkpoints.weights import Weights, write_weights
 from edgellm.export.layers.embedding import Embedding

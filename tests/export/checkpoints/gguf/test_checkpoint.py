@@ -15,11 +15,11 @@ from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
 )
+from edgellm.export.checkpoints.checkpoint import read_whole
 from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer
-from edgellm.export.checkpoints.hf import read_whole
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 
 

@@ -13,11 +13,11 @@ from mtp_reference import Reference, make_base
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, load_bundle
-from edgellm.export.checkpoints.hf import read_whole
+from edgellm.export.checkpoints.checkpoint import read_whole
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.resolve import open_checkpoint, open_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.export.pipeline.verify import run_portable
 
 IDS = np.random.default_rng(3).integers(9, 96, 30)

@@ -19,12 +19,12 @@ from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.http.image_source import image_source
 from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import EVENTS
 from edgellm.tools.serve.output.token_origins import origins
 from edgellm.tools.serve.output.usage import timing, together, usage
 from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, chat_logprobs
-from edgellm.tools.serve.request.images import image_source
 from edgellm.tools.serve.schemas.openai import (
     ChatRequest,
     ImagePart,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import TensorInfo
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.residual_rotation import mixed
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.models.families import Family

@@ -8,8 +8,8 @@ import pytest
 
 from edgellm.device_runtime import LLM, SpecOptions
 from edgellm.device_runtime.cli import _run_all
-from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
+from edgellm.device_runtime.request_files.request_file import Options
 
 WAYS = {"plain": {}, "eagle": {"spec": SpecOptions(tree="fixed"), "context_reuse": True}}
 REQUESTS = [

@@ -1,6 +1,6 @@
 """All checks on a machine with an NVIDIA GPU.
 
-    python benchmarks/proof.py [ENGINE] [--dry]
+    python benchmarks/gpu_proof.py [ENGINE] [--dry]
 
 Stages run even if an earlier one fails: the machine, tests on the GPU, the runtime in its own
 process (copies, kernels, graphs, a second thread, a clean exit), engines built here, decoding

@@ -1,10 +1,10 @@
 """Speculative methods against plain decoding on real prompts: tokens/s, acceptance length.
 
     pip install -e '.[dev]'
-    python benchmarks/methods.py speedup --prompts 20     # the first 20 of every set
-    python benchmarks/methods.py speedup --eagle1 DIR --medusa DIR --dflash DIR --dspark DIR
-    python benchmarks/methods.py stages --prompts 5 --threads 1     # milliseconds of a round
-    python benchmarks/methods.py precisions --prompts 6   # of every draft over every base
+    python benchmarks/speculation.py speedup --prompts 20     # the first 20 of every set
+    python benchmarks/speculation.py speedup --eagle1 DIR --medusa DIR --dflash DIR --dspark DIR
+    python benchmarks/speculation.py stages --prompts 5 --threads 1     # milliseconds of a round
+    python benchmarks/speculation.py precisions --prompts 6   # of every draft over every base
 
 All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
 the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE-3's draft is that of

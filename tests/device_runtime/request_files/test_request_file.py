@@ -5,7 +5,7 @@ import json
 import pytest
 
 from edgellm.core.errors import RequestError
-from edgellm.device_runtime.requests.request_file import (
+from edgellm.device_runtime.request_files.request_file import (
     Options,
     located,
     parse_request,

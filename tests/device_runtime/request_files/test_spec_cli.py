@@ -17,7 +17,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.requests.spec_flags import SpecFlags
+from edgellm.device_runtime.request_files.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate.open_drafter import resolve_auto
 from edgellm.device_runtime.speculate.policy.tree_policy import TreeLimits
 

@@ -10,9 +10,13 @@ import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.kv_cache.prefix_cache import PinnedKV, PinnedPrefix, PinnedPrefixes
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.responses import run_request
+from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
+    PinnedKV,
+    PinnedPrefix,
+    PinnedPrefixes,
+)
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.responses import run_request
 from edgellm.device_runtime.speculate.options import SpecOptions
 
 GREEDY = SamplingParams(temperature=0)

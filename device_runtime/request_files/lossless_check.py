@@ -14,10 +14,10 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.step import prefill_chunk
-from edgellm.device_runtime.faults import Confined
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
-from edgellm.device_runtime.requests.request_file import Options, parse_request, sampling_of
-from edgellm.device_runtime.requests.responses import start_request
+from edgellm.device_runtime.request_faults import Confined
+from edgellm.device_runtime.request_files.request_file import Options, parse_request, sampling_of
+from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.device_runtime.sampling.params import SamplingParams
 
 

@@ -1,4 +1,4 @@
-"""`python -m edgellm.scripts.picture`: docs/demo.svg, outputs of `make demo` coloured by origin.
+"""docs/demo.svg, outputs of `make demo` coloured by origin: `edgellm.scripts.output_picture`.
 
 It reads the files of the last demo.
 """

@@ -18,9 +18,9 @@ from edgellm.core.errors import (
     LimitError,
 )
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
-from edgellm.device_runtime.requests import resume as module
-from edgellm.device_runtime.requests.request_file import Options
-from edgellm.device_runtime.requests.resume import FinishedRequest, settings_of, unfinished_run
+from edgellm.device_runtime.request_files import resume as module
+from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.resume import FinishedRequest, settings_of, unfinished_run
 
 GIVEN = (Options(), [{"messages": [{"role": "user", "content": "\ud800"}]}])
 FLAGS = {

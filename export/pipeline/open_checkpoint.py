@@ -13,7 +13,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.resources import require_regular_files
 from edgellm.core.strict_json import parse
-from edgellm.export.checkpoints.hf import Checkpoint, Safetensors, TensorSource
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
 from edgellm.export.draft_checkpoints import kinds
 
@@ -64,7 +64,7 @@ def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
     """
     path = Path(model_dir).expanduser()
     if path.is_file() and path.suffix == ".gguf":
-        from edgellm.export.checkpoints.gguf.checkpoint import (
+        from edgellm.export.checkpoints.gguf.gguf_checkpoint import (
             open_gguf,  # imports the optional package gguf
         )
 

@@ -14,7 +14,7 @@ from lettered_engine import with_letters
 
 from edgellm.device_runtime import LLM
 from edgellm.device_runtime.engine.sequence import Sequence, Step
-from edgellm.device_runtime.requests.resume import UnfinishedRun
+from edgellm.device_runtime.request_files.resume import UnfinishedRun
 
 # A word of the message selects what the template does.
 TEMPLATE = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.hf import TensorInfo, TensorSource
+from edgellm.export.checkpoints.checkpoint import TensorInfo, TensorSource
 from edgellm.export.checkpoints.residual_rotation import (
     F32,
     KEY,

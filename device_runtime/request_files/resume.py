@@ -21,8 +21,8 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
-from edgellm.device_runtime.requests.append_log import Journal
-from edgellm.device_runtime.requests.request_file import Options
+from edgellm.device_runtime.request_files.append_log import Journal
+from edgellm.device_runtime.request_files.request_file import Options
 
 _SYNC_EVERY_S = 1.0
 _BEGIN = b'{"kind": "unfinished run of llm_inference", '

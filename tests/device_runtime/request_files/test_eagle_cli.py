@@ -171,8 +171,8 @@ def test_prove_continues_after_an_invalid_request(infer):
 def test_prove_shows_divergences(eagle_pair):
     """A draft that is accepted although the base would choose another token."""
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.requests.lossless_check import prove
-    from edgellm.device_runtime.requests.request_file import Options
+    from edgellm.device_runtime.request_files.lossless_check import prove
+    from edgellm.device_runtime.request_files.request_file import Options
     from edgellm.device_runtime.speculate.acceptance import Accepted
     from edgellm.device_runtime.speculate.options import SpecOptions
 
@@ -199,8 +199,8 @@ def test_prove_shows_divergences(eagle_pair):
 @pytest.mark.parametrize("more", [(), (7,)])
 def test_prove_compares_lengths(eagle_pair, monkeypatch, more):
     from edgellm.device_runtime.api.llm import LLM
-    from edgellm.device_runtime.requests import lossless_check as prove
-    from edgellm.device_runtime.requests.request_file import Options
+    from edgellm.device_runtime.request_files import lossless_check as prove
+    from edgellm.device_runtime.request_files.request_file import Options
 
     answers = iter([[4, 5, *more], [4, 5, 6, *more][: 3 - len(more)]])
     monkeypatch.setattr(prove, "_token_ids", lambda *_, **__: next(answers))

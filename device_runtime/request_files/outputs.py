@@ -10,8 +10,8 @@ from typing import Any
 from edgellm.core.artifact import check_output_file, replace_file
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.requests.resume import UnfinishedRun, path_of
-from edgellm.device_runtime.requests.tree_log import trees_as_json
+from edgellm.device_runtime.request_files.resume import UnfinishedRun, path_of
+from edgellm.device_runtime.request_files.tree_log import trees_as_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import without_template
 from edgellm.device_runtime.engine.profile import Profile
-from edgellm.device_runtime.faults import Confined, as_failure
-from edgellm.device_runtime.requests.held_interrupts import HeldInterrupts
-from edgellm.device_runtime.requests.request_file import (
+from edgellm.device_runtime.request_faults import Confined, as_failure
+from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
+from edgellm.device_runtime.request_files.request_file import (
     ContentItem,
     Options,
     Request,

@@ -1,1 +1,0 @@
-"""KV cache of an engine: sequences, prefix cache, snapshots on disk."""

@@ -1,0 +1,1 @@
+"""Prefix cache: keys of cached positions, pinned prefixes, finished sequences."""

@@ -1,1 +1,0 @@
-"""Work on several servers of one model: edgellm's, or others with OpenAI's protocol."""

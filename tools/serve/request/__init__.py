@@ -1,1 +1,0 @@
-"""Parts of requests: images, tools, seeds."""
