@@ -31,6 +31,7 @@ from edgellm.core.manifest import (
     FileRecord,
     Manifest,
     is_kind,
+    manifest_text,
 )
 from edgellm.core.model_spec import DraftSpec
 from edgellm.core.resources import explain_full_disk
@@ -142,8 +143,7 @@ def publish(
         )
         before += size
     complete = dataclasses.replace(manifest, files=files)
-    text = json.dumps(dataclasses.asdict(complete), indent=2)
-    (temporary / MANIFEST_NAME).write_text(text + "\n", "utf-8")
+    (temporary / MANIFEST_NAME).write_text(manifest_text(complete), "utf-8")
     check_output(output, manifest.kind, names, facts)
     old = own_files(output) if facts else _listed_files(output, manifest.kind)
     move_files(temporary, output, [*names, MANIFEST_NAME], old, facts)

@@ -7,6 +7,8 @@ An artifact is a language model (llm), a draft or a visual encoder. Its graphs h
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import types
 import typing
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from edgellm.core.strict_json import parse
 CONTRACT_VERSION = 2
 ENGINE_VERSION = 3  # of engines, whose format changes more often than that of bundles
 MANIFEST_NAME = "manifest.json"
+_CHECKSUM = "manifest_sha256"  # key in the file: the hash of all other keys
 LAYER_REPORT = ".layers.json"  # after the name of a compiled graph: what it was fused to
 THREADS = "threads"  # option of an engine: threads of a pass on the CPU
 ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
@@ -240,12 +243,22 @@ def load_engine(folder: Path, kind: str) -> Engine:
     return load_manifest(folder, kind, Engine)
 
 
+def manifest_text(manifest: Bundle | Engine) -> str:
+    """Content of `manifest.json`, with a checksum of itself."""
+    raw = dataclasses.asdict(manifest)
+    return json.dumps({**raw, _CHECKSUM: _checksum(raw)}, indent=2) + "\n"
+
+
+def _checksum(raw: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+
+
 def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest:
     """Read `folder/manifest.json` of an artifact of the kind `expected`.
 
     Raises:
         BrokenArtifactError: no such folder or manifest, another kind of artifact, a newer
-            contract, or fields that do not parse.
+            contract, fields that do not parse, or a change after the manifest was written.
     """
     path = folder / MANIFEST_NAME
     maker = _MAKERS[expected]
@@ -277,12 +290,20 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
             hint="update edgellm here" if version > reads else f"run {maker} again",
         )
     try:
+        expected_checksum = raw.pop(_CHECKSUM, None)  # artifacts of earlier versions have none
+        checksum = _checksum(raw)
         _require_known(raw)
-        return _parse(form, {**raw, "spec": _parse(_SPECS[expected], raw["spec"])})
+        manifest = _parse(form, {**raw, "spec": _parse(_SPECS[expected], raw["spec"])})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BrokenArtifactError(
             f"{path} is damaged: {error!r}", hint=f"make the folder again with {maker}"
         ) from None
+    if expected_checksum not in (None, checksum):
+        raise BrokenArtifactError(
+            f"{path} was changed: its content differs from its checksum",
+            hint=f"copy the folder again, or make it again with {maker}",
+        )
+    return manifest
 
 
 def _require_known(raw: dict[str, Any]) -> None:

@@ -100,6 +100,8 @@ def _shown(av: Any, name: str, data: bytes, pick: Pick) -> Film:
     frames, seconds = _frames(av, data, places)
     if len(frames) < len(places) and not timeline.is_counted:  # packets without frames
         timeline = replace(timeline, total=_count(av, data))
+        if not timeline.total:
+            raise _no_picture(name)
         places = list(pick(timeline.total, timeline.rate))
         frames, seconds = _frames(av, data, places)
     if len(frames) < len(places):
@@ -116,6 +118,10 @@ def _shown(av: Any, name: str, data: bytes, pick: Pick) -> Film:
         frame_rate=len(places) / timeline.total * timeline.rate,
         duration=timeline.total / timeline.rate,
     )
+
+
+def _no_picture(name: str) -> RequestError:
+    return RequestError(f"{name} holds no moving picture", hint="give a video file")
 
 
 def _ends_early(name: str, found: int, expected: int) -> RequestError:
@@ -152,7 +158,7 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
     with _opened(av, data) as container:
         stream = _stream(container)
         if stream is None or stream.codec_context is None:  # unknown codec
-            raise RequestError(f"{name} holds no moving picture", hint="give a video file")
+            raise _no_picture(name)
         if stream.width * stream.height > MAX_PIXELS:
             raise RequestError(f"a video's frames have more than {MAX_PIXELS} pixels")
         # An empty packet marks the end
@@ -170,7 +176,7 @@ def _timeline(av: Any, name: str, data: bytes) -> _Timeline:
             raise _ends_early(name, len(shown), counted)
         rate = _rate(stream, len(shown), (end - begin) * stream.time_base)
         if not shown or not rate:
-            raise RequestError(f"{name} holds no moving picture", hint="give a video file")
+            raise _no_picture(name)
         return _Timeline(
             total=len(shown), rate=rate, tick=float(stream.time_base), is_counted=counted > 0
         )

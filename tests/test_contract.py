@@ -11,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from manifests import read_manifest, write_manifest
 
 from edgellm.core import artifact, file_lock
 from edgellm.core.artifact import publish, temporary_folder, verify_files
@@ -65,6 +66,24 @@ def test_manifest_survives_the_disk(tmp_path):
     assert load_bundle(tmp_path / "out", LLM_BUNDLE) == written
     assert written.files["model.onnx"].num_bytes == 3
     verify_files(tmp_path / "out", written.files)
+
+
+def test_a_changed_value_or_a_missing_key_of_a_manifest_is_found(tmp_path):
+    _publish(tmp_path)
+    path = tmp_path / "manifest.json"
+    text = path.read_text()
+    raw = json.loads(text)
+    for key in ("eos_token_ids", "generation_defaults", "hidden_taps"):  # all of them optional
+        path.write_text(json.dumps({name: raw[name] for name in raw if name != key}))
+        with pytest.raises(BrokenArtifactError, match="differs from its checksum"):
+            load_bundle(tmp_path, LLM_BUNDLE)
+    path.write_text(text.replace('"max_positions": 128', '"max_positions": 256'))
+    with pytest.raises(BrokenArtifactError, match="differs from its checksum"):
+        load_bundle(tmp_path, LLM_BUNDLE)
+    path.write_text(json.dumps(raw))  # other spaces
+    assert load_bundle(tmp_path, LLM_BUNDLE).eos_token_ids == (2, 7)
+    write_manifest(tmp_path, read_manifest(tmp_path))
+    assert load_bundle(tmp_path, LLM_BUNDLE).eos_token_ids == (2, 7)
 
 
 def test_kv_bytes_per_token():

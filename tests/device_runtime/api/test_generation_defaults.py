@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+from manifests import read_manifest, write_manifest
 
 from edgellm.core.errors import BrokenArtifactError, RequestError
 from edgellm.device_runtime import LLM, SamplingParams
@@ -20,9 +20,7 @@ MODEL = {"temperature": 3.0, "top_p": 0.95, "top_k": 0, "max_generate_length": 5
 def with_defaults(engine: Path, folder: Path, values: object) -> Path:
     """A copy of an engine whose manifest has these defaults."""
     shutil.copytree(engine, folder)
-    manifest = folder / "manifest.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "generation_defaults": values}))
+    write_manifest(folder, {**read_manifest(folder), "generation_defaults": values})
     return folder
 
 
@@ -71,9 +69,9 @@ def test_request_options_override_flags_and_model_defaults():
 def test_engines_without_defaults_keep_working(tiny_engine, tmp_path):
     folder = tmp_path / "engine"
     shutil.copytree(tiny_engine, folder)
-    content = json.loads((folder / "manifest.json").read_text())
+    content = read_manifest(folder)
     del content["generation_defaults"]
-    (folder / "manifest.json").write_text(json.dumps(content))
+    write_manifest(folder, content)
     with LLM(folder) as llm:
         assert (llm.sampling_params().temperature, llm.generate("w20").max_tokens) == (1.0, 63)
 

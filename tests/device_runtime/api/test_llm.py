@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import numpy as np
 import pytest
+from manifests import read_manifest, write_manifest
 from portable import open_portable
 from stepping import generate
 
@@ -280,18 +280,18 @@ def test_nan_logits_end_the_request(llm, monkeypatch):
 
 @pytest.mark.parametrize("threads", ["many", -1, None, True])
 def test_a_manifest_with_another_number_of_threads_is_damaged(tiny_engine, tmp_path, threads):
-    raw = json.loads((tiny_engine / "manifest.json").read_text("utf-8"))
+    raw = read_manifest(tiny_engine)
     shutil.copytree(tiny_engine, tmp_path / "engine")
     options = {**raw["options"], "threads": threads}
-    (tmp_path / "engine" / "manifest.json").write_text(json.dumps({**raw, "options": options}))
+    write_manifest(tmp_path / "engine", {**raw, "options": options})
     with pytest.raises(BrokenArtifactError, match="not a number of threads"):
         LLM(tmp_path / "engine")
 
 
 def test_an_engine_without_a_number_of_threads_takes_all_cores(tiny_engine, tmp_path):
-    raw = json.loads((tiny_engine / "manifest.json").read_text("utf-8"))
+    raw = read_manifest(tiny_engine)
     shutil.copytree(tiny_engine, tmp_path / "engine")
     del raw["options"]["threads"]
-    (tmp_path / "engine" / "manifest.json").write_text(json.dumps(raw))
+    write_manifest(tmp_path / "engine", raw)
     with LLM(tmp_path / "engine") as llm:
         assert llm.manifest.threads == 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import numpy as np
 import pytest
 from eagle_engines import export_pair
 from eagle_reference import Layout
+from manifests import read_manifest, write_manifest
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -72,9 +72,9 @@ def single(pair):
 def whole(engine):
     """The same engine with a full cache in all layers."""
     folder = shutil.copytree(engine, engine.with_name("whole"))
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_manifest(folder)
     del manifest["spec"]["kv"]["pages"]["pass_rows"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
     return folder
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 from added_files import added
+from manifests import read_manifest, write_manifest
 
 from edgellm.build.cli import app
 from edgellm.core.errors import EdgeLLMError
@@ -15,7 +15,6 @@ from edgellm.core.graph_io import (
     TOP_K,
 )
 from edgellm.core.graph_roles import ROLES, Role, Rows
-from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions, networks
 from edgellm.device_runtime.request_files.spec_flags import SpecFlags
 from edgellm.device_runtime.speculate import drafters
@@ -149,9 +148,9 @@ def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
     bundle, engine = tmp_path / "bundle", tmp_path / "engine"
     shutil.copytree(pair.draft_bundle, bundle)
     shutil.copytree(pair.engine, engine)
-    manifest = json.loads((bundle / MANIFEST_NAME).read_text())
+    manifest = read_manifest(bundle)
     manifest["graphs"] = {"foresight": manifest["graphs"]["heads"]}
-    (bundle / MANIFEST_NAME).write_text(json.dumps(manifest))
+    write_manifest(bundle, manifest)
     facts = Role(rows=Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={"glance": "a glance"})
     monkeypatch.setitem(ROLES, "foresight", facts)
     with (

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_line_error
+from manifests import read_manifest, write_manifest
 
 EDGELLM = Path(sys.executable).parent / "edgellm"
 ASK = ("w20 w21", "--maxTokens", 4, "--temperature", 0)
@@ -159,8 +160,8 @@ def test_a_changed_checkpoint_is_exported_again(edgellm, tiny_checkpoint, tmp_pa
 def test_an_engine_of_another_version_is_built_again(edgellm, tiny_checkpoint):
     edgellm("run", tiny_checkpoint, *ASK)
     engine = Path(json.loads(edgellm("list", "--json").stdout)[0]["engine"])
-    manifest = json.loads((engine / "manifest.json").read_text())
-    (engine / "manifest.json").write_text(json.dumps({**manifest, "backend_version": "0.1"}))
+    manifest = read_manifest(engine)
+    write_manifest(engine, {**manifest, "backend_version": "0.1"})
     again = edgellm("run", tiny_checkpoint, *ASK)
     assert again.returncode == 0
     assert "was built for ONNX Runtime 0.1" in again.stderr

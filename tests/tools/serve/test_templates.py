@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 
 import pytest
+from manifests import read_manifest, write_manifest
 from serve_process import serving
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -39,10 +39,10 @@ def engine(roomy_engine, tmp_path_factory):
     tokenizer.add_special_tokens(["<s>", "</s>"])
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_manifest(folder)
     for name in ("tokenizer.json", "chat_template.jinja"):
         manifest["files"].pop(name, None)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
     return folder
 
 
