@@ -258,3 +258,27 @@ def test_video_files_need_pyav_and_are_checked(tmp_path, monkeypatch):
     (tmp_path / "film.mp4").write_bytes(b"no film at all")
     with pytest.raises(RequestError, match="no video that can be read"):
         open_film(video, Path(), shown, RATE)
+
+
+def test_a_film_with_one_changed_bit_is_read_or_refused(tmp_path):
+    """Of Matroska, whose header has no number of frames: some changes leave packets, no frames."""
+    av = pytest.importorskip("av")
+    path = tmp_path / "film.mkv"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 24, "yuv420p"
+        for level in (0, 100):
+            image = Image.new("RGB", (32, 24), (level,) * 3)
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
+        container.mux(stream.encode())
+    data = path.read_bytes()
+    for place in range(data.index(b"V_MPEG4") - 32, data.index(b"V_MPEG4") + 160):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        try:
+            film = open_film(Video.of(str(path)), Path(), lambda total, _: range(total), RATE)
+        except RequestError as error:
+            assert error.hint, place
+        else:
+            assert len(film.frames) == len(film.seconds) > 0, place
