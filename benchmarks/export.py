@@ -5,6 +5,7 @@
     python benchmarks/export.py quantize --shape 8b --layers 2
     python benchmarks/export.py build --shapes 1b 8b
     python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, beside `cp`
+    python benchmarks/export.py sizes       # bundles and engines of GGUF files, by format
     python benchmarks/export.py tensorrt    # engines of TensorRT-RTX, without a GPU
 
 Without a mode, all of them run. Weights are random except in the first row, since neither time nor
@@ -225,6 +226,33 @@ def _pack(shape: str, kind: str, work: Path, given: argparse.Namespace) -> list[
     return [f"{shape} {kind}", f"{size / 1e6:.0f}", f"{ours:.0f}", f"{theirs:.0f}", f"{ratio:.0%}"]
 
 
+def show_sizes(given: argparse.Namespace, report: Report) -> None:
+    """Compare bundles and engines with GGUF files of one format; the head is tied, or not."""
+    kinds = random_gguf.KINDS[:1] if given.quick else random_gguf.KINDS
+    ratios = [
+        [ratio for is_tied in (True, False) for ratio in _sizes(kind, is_tied)] for kind in kinds
+    ]
+    columns = ("format", "bundle, tied head", "engine, tied head")
+    columns += ("bundle, head of its own", "engine, head of its own")
+    shown = [[f"{ratio:.2f}" for ratio in row] for row in ratios]
+    report.add(
+        "gguf-sizes", columns, [[kind, *row] for kind, row in zip(kinds, shown, strict=True)]
+    )
+
+
+def _sizes(kind: str, is_tied: bool) -> tuple[float, float]:
+    """Return the sizes of bundle and engine relative to the file."""
+    sizes = {"hidden_size": 512, "vocab_size": 8000, "tie_word_embeddings": is_tied}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        _export_quantized({**random_weights.SHAPES["small"], **sizes}, kind, work)
+        flags = "--onnxDir", work / "bundle", "--engineDir", work / "engine", "--noCheck"
+        lengths = "--maxInputLen", 64, "--maxKVCacheCapacity", 128  # rotary tables stay small
+        run_process(*module_command("edgellm.build.cli", *flags, *lengths))
+        stored = (work / "model.gguf").stat().st_size
+        return folder_bytes(work / "bundle") / stored, folder_bytes(work / "engine") / stored
+
+
 def show_tensorrt(given: argparse.Namespace, report: Report) -> None:
     """Build an engine with TensorRT-RTX, whose memory includes pages of mapped files."""
     if not command.has_package("tensorrt_rtx"):
@@ -251,6 +279,7 @@ MODES = {
     "quantize": show_quantize,
     "build": show_build,
     "pack": show_pack,
+    "sizes": show_sizes,
     "tensorrt": show_tensorrt,
 }
 

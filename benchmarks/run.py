@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "precisions --prompts 6 --tokens 64 --sets humaneval",
     ),
     "quality": ("--off_grid --windows 2 --threads 1 --answers 10 --tokens 48",),
-    "export": ("export", "quantize", "build", "pack", "tensorrt"),
+    "export": ("export", "quantize", "build", "pack", "sizes", "tensorrt"),
     "cold_start": ("",),
     "serving": (
         "overhead",

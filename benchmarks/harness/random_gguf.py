@@ -25,6 +25,7 @@ _SCALES = {
     "Q8_0": (0, -1, 3e-4), "Q2_K": (80, 82, 1e-3), "Q3_K": (108, -1, 6e-4), "Q4_K": (0, 2, 1e-4),
     "Q5_K": (0, 2, 5e-5), "Q6_K": (208, -1, 2e-5), "IQ4_NL": (0, -1, 3e-4), "IQ4_XS": (0, -1, 2e-5),
 }  # fmt: skip
+KINDS = tuple(_SCALES)
 _LARGEST = {"Q4_1": 15, "Q5_1": 31, "Q2_K": 3, "Q4_K": 15, "Q5_K": 31}  # codes of those with minima
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
