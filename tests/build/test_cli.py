@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size
+from manifests import read_manifest, write_manifest
 
 from edgellm.build import cli, resource_estimate
 from edgellm.build.engine import build_engine
@@ -135,8 +135,7 @@ def test_newer_contracts_and_other_artifacts_are_rejected(
     command_here, bundle, tiny_engine, tmp_path
 ):
     engine = tmp_path / "engine"
-    path = bundle / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "contract_version": 3}))
+    write_manifest(bundle, {**read_manifest(bundle), "contract_version": 3})
     assert_one_line_error(
         _build(command_here, bundle, engine), "has contract version 3", "update edgellm here"
     )

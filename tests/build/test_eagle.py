@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 from conftest import assert_one_line_error
 from eagle_engines import EAGLE1, draft_plan, export_pair
+from manifests import read_manifest, write_manifest
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.graph_variants import resolve_auto
@@ -196,13 +196,12 @@ def test_drafts_of_another_base_are_rejected_in_both_orders(
 def _changed(bundle: Path, folder: Path, section: str, change: dict[str, object]) -> Path:
     """The bundle with other facts in its manifest."""
     shutil.copytree(bundle, folder)
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(folder)
     place = manifest
     for name in section.split(".") if section else ():
         place = place[name]
     place.update(change)
-    path.write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
     return folder
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from manifests import read_manifest, write_manifest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.core.artifact import hash_file
@@ -36,10 +36,9 @@ def with_letters(
     if chat_template is not None:
         (target / "chat_template.jinja").write_text(chat_template)
         changed.append("chat_template.jinja")
-    path = target / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(target)
     manifest["eos_token_ids"] = [2]
     for name in changed:
         manifest["files"][name] = dataclasses.asdict(hash_file(target / name))
-    path.write_text(json.dumps(manifest))
+    write_manifest(target, manifest)
     return target

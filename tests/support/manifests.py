@@ -12,7 +12,7 @@ from edgellm.core.manifest import MANIFEST_NAME
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The content of an artifact's manifest, without its checksum."""
     raw = json.loads((folder / MANIFEST_NAME).read_text("utf-8"))
-    del raw["manifest_sha256"]
+    raw.pop("manifest_sha256", None)
     return raw
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from manifests import read_manifest, write_manifest
 from safetensors.numpy import load_file, save_file
 
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -244,8 +245,8 @@ def test_a_compiled_plan_is_described_by_its_manifest(tmp_path, tiny_engine):
     """Its graphs are not ONNX files."""
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     (engine / "decode.onnx").rename(engine / "decode.plan")
-    path = engine / "manifest.json"
-    path.write_text(path.read_text().replace("decode.onnx", "decode.plan"))
+    raw = json.dumps(read_manifest(engine)).replace("decode.onnx", "decode.plan")
+    write_manifest(engine, json.loads(raw))
     report = inspect(engine)
     assert (report.tensors, predict(report, 0)) == ((), ())
     assert "a pass" in report_page(report, 0)
@@ -308,8 +309,8 @@ def test_predictions_follow_the_roofline(tiny_int4_engine):
 def test_origins_report_changed_and_missing_artifacts(tmp_path, tiny_engine, tiny_bundle):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
     bundle = Path(shutil.copytree(tiny_bundle, tmp_path / "bundle"))
-    path = engine / "manifest.json"
-    path.write_text(path.read_text().replace(str(tiny_bundle), str(bundle)))
+    raw = json.dumps(read_manifest(engine)).replace(str(tiny_bundle), str(bundle))
+    write_manifest(engine, json.loads(raw))
     found = inspect(engine).origins
     assert [(origin.what, origin.state) for origin in found] == [
         ("bundle", "unchanged"),

@@ -7,7 +7,6 @@ ONNX Runtime's graphs for CUDA run on the CPU (`cuda_on_cpu.py`), TensorRT's on 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 
 import cuda_on_cpu
@@ -18,6 +17,7 @@ from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
 from lora_adapters import ADAPTERS, SCALES, logits_of, reference, write_adapter
 from lowered_engines import Lowered, lower_for_gpu, open_with
+from manifests import read_manifest, write_manifest
 from quantized_layouts import LAYOUTS, write_checkpoint
 
 from edgellm.build import onnxruntime_cuda
@@ -86,10 +86,9 @@ def engines(tiny_bundle, tmp_path_factory):
 
 def _edit_options(engine, **options):
     """Turn the manifest of a CPU engine into one of a GPU engine."""
-    path = engine / "manifest.json"
-    found = json.loads(path.read_text())
+    found = read_manifest(engine)
     found["options"] |= options
-    path.write_text(json.dumps(found))
+    write_manifest(engine, found)
     return found["options"]
 
 

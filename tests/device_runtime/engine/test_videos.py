@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,9 +277,6 @@ def test_a_film_with_one_changed_bit_is_read_or_refused(tmp_path):
         changed = bytearray(data)
         changed[place] ^= 1
         path.write_bytes(changed)
-        try:
+        with contextlib.suppress(RequestError):
             film = open_film(Video.of(str(path)), Path(), lambda total, _: range(total), RATE)
-        except RequestError as error:
-            assert error.hint, place
-        else:
             assert len(film.frames) == len(film.seconds) > 0, place

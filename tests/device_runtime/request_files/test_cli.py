@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_line_error
+from manifests import read_manifest, write_manifest
 
 USER = {"role": "user", "content": "w20 w21"}
 
@@ -201,8 +202,7 @@ def test_output_files_are_checked_before_the_run(command_here, tiny_engine, tmp_
 )
 def test_engines_of_other_machines_are_rejected(ask, tiny_engine, tmp_path, change, message):
     engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
-    path = engine / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    write_manifest(engine, {**read_manifest(engine), **change})
     result, _ = ask({"requests": [{"messages": [USER]}]}, engine=engine)
     assert_one_line_error(result, message, "llm_build")
 

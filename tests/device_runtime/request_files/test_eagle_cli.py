@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_line_error
+from manifests import read_manifest, write_manifest
 
 USER = {"role": "user", "content": "w20 w21"}
 STAGES = {
@@ -259,8 +260,7 @@ def test_engines_without_a_draft_are_rejected(ask, tiny_engine, engine):
 
 
 def test_the_cache_may_be_too_small_for_the_tree(ask, engine):
-    path = engine / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_kv_cache_capacity": 60}))
+    write_manifest(engine, {**read_manifest(engine), "max_kv_cache_capacity": 60})
     result, _ = ask(GOOD, "--eagle", engine=engine)
     assert_one_line_error(result, "KV cache of 60 tokens is too small", "--maxKVCacheCapacity")
 
@@ -273,10 +273,9 @@ def test_the_cache_may_be_too_small_for_the_tree(ask, engine):
     ],
 )
 def test_a_draft_of_another_base_is_rejected(ask, engine, change, message):
-    path = engine / "draft" / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(engine / "draft")
     manifest["spec"] |= change
-    path.write_text(json.dumps(manifest))
+    write_manifest(engine / "draft", manifest)
     assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], message)
 
 
@@ -311,8 +310,7 @@ def test_damaged_drafts_are_rejected(ask, eagle_pair, engine):
         shutil.copy(eagle_pair.engine / "draft" / "manifest.json", manifest)
     manifest.unlink()
     assert_one_line_error(ask(GOOD, "--eagle", engine=engine)[0], "holds no manifest.json")
-    facts = json.loads((eagle_pair.engine / "draft" / "manifest.json").read_text())
-    manifest.write_text(json.dumps({**facts, "machine": "x86_64 mmx"}))
+    write_manifest(draft, {**read_manifest(eagle_pair.engine / "draft"), "machine": "x86_64 mmx"})
     result, _ = ask(GOOD, "--eagle", engine=engine)
     assert_one_line_error(result, "was built for processor x86_64 mmx", "llm_build")
 

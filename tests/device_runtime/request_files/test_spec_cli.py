@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_line_error, write_tokenizer
+from manifests import read_manifest, write_manifest
 
 from edgellm.core.artifact import hash_file
 from edgellm.core.errors import (
@@ -135,11 +136,10 @@ def test_a_draft_model_is_lossless(tree_engine, draft, shape, request):
 def test_a_draft_model_with_another_vocabulary_is_rejected(ask, tiny_engine, tmp_path):
     draft = shutil.copytree(tiny_engine, tmp_path / "draft")
     write_tokenizer(draft, 95)
-    path = draft / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(draft)
     record = hash_file(draft / "tokenizer.json")
     manifest["files"]["tokenizer.json"] = dataclasses.asdict(record)
-    path.write_text(json.dumps(manifest))
+    write_manifest(draft, manifest)
     result, answers = ask("--draftEngineDir", draft)
     assert_one_line_error(result, "has other tokens than", "95 is none there, 'w95' here")
     assert answers is None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from eagle_engines import EAGLE3, export_pair
 from lettered_engine import with_letters
+from manifests import read_manifest, write_manifest
 from serve_process import ServerProcess, serving
 
 from edgellm.build.engine import build_engine
@@ -45,10 +45,9 @@ def roomy_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     build_engine("draft", pair.draft_bundle, pair.engine, draft, "onnxruntime", lambda _: None)
     # Without end tokens answers are as long as they are asked to be.
-    manifest = pair.engine / "manifest.json"
-    content = json.loads(manifest.read_text())
+    content = read_manifest(pair.engine)
     assert content.pop("eos_token_ids") == [2]
-    manifest.write_text(json.dumps({**content, "eos_token_ids": []}))
+    write_manifest(pair.engine, {**content, "eos_token_ids": []})
     return pair.engine
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import ollama
 import openai
 import pytest
 from conftest import assert_one_line_error
+from manifests import read_manifest, write_manifest
 from serve_process import ServerProcess, serving
 
 from edgellm.device_runtime import LLM, SamplingParams
@@ -28,9 +28,8 @@ def engine(roomy_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     """An engine whose model samples hot texts of five tokens."""
     folder = tmp_path_factory.mktemp("sampled") / "engine"
     shutil.copytree(roomy_engine, folder)
-    manifest = folder / "manifest.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "generation_defaults": SAMPLED}))
+    content = read_manifest(folder)
+    write_manifest(folder, {**content, "generation_defaults": SAMPLED})
     return folder
 
 

@@ -15,6 +15,7 @@ from image_checkpoints import picture
 from inside_server import Inside, serving_inside
 from lora_adapters import write_adapter
 from lowered_engines import Lowered
+from manifests import read_manifest, write_manifest
 from vlm_engines import MROPE, build_vlm
 
 from edgellm.build.lowering.lora import write_adapted_layers
@@ -36,10 +37,9 @@ def engines(tmp_path, monkeypatch):
     pair = EaglePair(MROPE, *(tmp_path / name for name in names))
     lowered = Lowered(pair, tmp_path, codes="fp16", answers=MOST, adapter_rank=4)
     write_adapted_layers(pair.bundle / "model.onnx", built.engine)
-    manifest = built.engine / "manifest.json"
-    content = json.loads(manifest.read_text())
+    content = read_manifest(built.engine)
     content["options"] |= lowered.manifest.options
-    manifest.write_text(json.dumps({**content, "max_batch_size": MOST}))
+    write_manifest(built.engine, {**content, "max_batch_size": MOST})
     lowered.replace_engines(monkeypatch, FakeDevice())
     return built
 

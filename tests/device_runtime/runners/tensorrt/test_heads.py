@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 from fake_gpu import FakeDevice
 from lowered_engines import CANDIDATES, Lowered
+from manifests import read_manifest, write_manifest
 
 from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine, load_manifest
@@ -96,9 +96,8 @@ def test_an_engine_with_too_few_candidates_is_refused_when_it_is_loaded(
 ):
     engine = tmp_path / "engine"
     shutil.copytree(pair.engine, engine)
-    manifest = engine / DRAFT_FOLDER / "manifest.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "cost_ms": {}}))  # as of TensorRT's engines
+    content = read_manifest(engine / DRAFT_FOLDER)
+    write_manifest(engine / DRAFT_FOLDER, {**content, "cost_ms": {}})  # as of TensorRT's engines
     lowered.replace_engines(monkeypatch, device)
     monkeypatch.setattr(
         "edgellm.core.manifest.load_manifest", load_manifest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections import Counter
 from unittest import mock
@@ -13,6 +12,7 @@ import pytest
 from eagle_engines import CAPACITY, EAGLE3, EaglePair, build_pair
 from fake_gpu import FakeDevice
 from lowered_engines import Lowered
+from manifests import read_manifest, write_manifest
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import DECODER, DRAFT
@@ -273,8 +273,7 @@ def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeyp
     """Some of them need the host in every round, some at its end; others come and go meanwhile."""
     engine = shutil.copytree(pair.engine, tmp_path / "engine")
     for path in engine.rglob("manifest.json"):
-        manifest = json.loads(path.read_text("utf-8"))
-        path.write_text(json.dumps(manifest | {"max_kv_cache_capacity": 40}), "utf-8")
+        write_manifest(path.parent, {**read_manifest(path.parent), "max_kv_cache_capacity": 40})
     for name, rows in (("manifest", {"prefill_rows": 20}), ("draft_manifest", {})):
         short = dataclasses.replace(getattr(of_several, name), max_kv_cache_capacity=40, **rows)
         monkeypatch.setattr(of_several, name, short)
