@@ -4,7 +4,7 @@
     python benchmarks/export.py export      # SmolLM2, an 8B shape, torch.onnx.export; 50 GB of disk
     python benchmarks/export.py quantize --shape 8b --layers 2
     python benchmarks/export.py build --shapes 1b 8b
-    python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, beside `cp`
+    python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, beside a copy
     python benchmarks/export.py sizes       # bundles and engines of GGUF files, by format
     python benchmarks/export.py tensorrt    # engines of TensorRT-RTX, without a GPU
 
@@ -17,6 +17,7 @@ float16.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import sys
@@ -185,13 +186,14 @@ def _export_quantized(config: dict[str, Any], kind: str, work: Path) -> Cost:
 
 
 def show_pack(given: argparse.Namespace, report: Report) -> None:
-    """Pack the linear layers of quantized bundles; copy a file of as many bytes in turn."""
+    """Pack the linear layers of quantized bundles to the disk; copy a file of that size in turn."""
     rows = []
     for shape in ["small"] if given.quick else given.shapes:
         for kind in KINDS[:1] if given.quick else given.kinds:
             with tempfile.TemporaryDirectory(dir=given.work) as folder:
                 rows.append(_pack(shape, kind, Path(folder), given))
-    report.add("pack-rate", ("weights", "packed MB", "pack MB/s", "cp MB/s", "pack / cp"), rows)
+    columns = ("weights", "packed MB", "pack MB/s", "copy MB/s", "pack / copy")
+    report.add("pack-rate", columns, rows)
 
 
 def _pack(shape: str, kind: str, work: Path, given: argparse.Namespace) -> list[str]:
@@ -215,15 +217,26 @@ def _pack(shape: str, kind: str, work: Path, given: argparse.Namespace) -> list[
         with packed.open("wb") as stream:
             for form, weight in layers:
                 stream.writelines(packed_bytes(form, weight))
+        _flush(packed)
+
+    def copied() -> None:
+        shutil.copyfile(packed, copy)
+        _flush(copy)
 
     for _ in range(given.rounds):
         pack_ms = elapsed_ms(pack)
-        copy_ms = elapsed_ms(lambda: shutil.copyfile(packed, copy))
+        copy_ms = elapsed_ms(copied)
         size = packed.stat().st_size
         rates.append((size / pack_ms / 1e3, size / copy_ms / 1e3))
     ours, theirs = (statistics.median(each) for each in zip(*rates, strict=True))
     ratio = statistics.median(mine / copied for mine, copied in rates)
     return [f"{shape} {kind}", f"{size / 1e6:.0f}", f"{ours:.0f}", f"{theirs:.0f}", f"{ratio:.0%}"]
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def show_sizes(given: argparse.Namespace, report: Report) -> None:

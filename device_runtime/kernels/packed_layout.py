@@ -27,7 +27,7 @@ _BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
 _LARGEST_OFFSET = 2.0**14  # relative to the multiplier, at least half of the largest
 _HEADER = struct.Struct("<8s7I f Q I 12x")
 _OF_HALVES = 2.0**8  # FP8 value divided by the FP16 value of the same bits
-_WEIGHTS_AT_ONCE = 1 << 20
+_WEIGHTS_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,8 @@ def pack_codes(
         found = None if offsets is None else offsets[part]
         if zero_points is not None:
             found = scales[part] * (zero_points[part].astype(np.float32) - MIDDLES[form.kind])
-        yield records(form, codes[part], scales[part], found, multiplier)
+        words = words_of_codes(form, codes[part])
+        yield records(form, words, scales[part], found, multiplier)
 
 
 def channel_slices(form: PackedForm) -> Iterator[slice]:
@@ -161,19 +162,65 @@ def channel_slices(form: PackedForm) -> Iterator[slice]:
 
 def records(
     form: PackedForm,
-    codes: np.ndarray,
+    words: np.ndarray,
     scales: np.ndarray,
     offsets: np.ndarray | None,
     multiplier: float,
 ) -> bytes:
-    """The records of one of `channel_slices`; see `pack_codes`."""
+    """The records of one of `channel_slices`; see `pack_codes`, and `words_of_codes` for words."""
     middle = MIDDLES[form.kind]
-    wide = _padded(codes, form.blocks * form.block, middle)
+    filled = middle * (0x11111111 if _BITS[form.kind] == 4 else 0x01010101)
     halves = [_padded(scales.astype(np.float32) / multiplier, form.blocks, 0)]
     if form.has_zero_points:
         found = np.zeros(scales.shape, np.float32) if offsets is None else offsets
         halves.append(_padded(found.astype(np.float32) / np.float32(multiplier), form.blocks, 0))
-    return _quantized_records(form, wide, halves)
+    return _quantized_records(form, _padded(words, words.shape[1], filled), halves)
+
+
+def words_of_codes(form: PackedForm, codes: np.ndarray) -> np.ndarray:
+    """The codes of four or, in 4 bits, eight inputs as words: uint32 [n, K / 4 or 8].
+
+    The second four of 4-bit codes are in the high halves of the bytes. K is padded to whole blocks.
+
+    Args:
+        form: the format.
+        codes: uint8 [n, K].
+    """
+    wide = _padded(codes, form.blocks * form.block, MIDDLES[form.kind], group=1)
+    words = np.ascontiguousarray(wide).view(np.uint32)
+    return words[:, ::2] | words[:, 1::2] << np.uint32(4) if _BITS[form.kind] == 4 else words
+
+
+def words_of_pairs(pairs: np.ndarray) -> np.ndarray:
+    """`words_of_codes` of 4-bit codes in pairs, the first in the low half: uint8 [n, K / 2].
+
+    K is a multiple of 8, and whole blocks.
+    """
+    words = pairs.view(np.uint32).copy()
+    moved = np.empty_like(words)
+    # Swap the two middle quarters of each 32, then of each 16 bits
+    for step, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        np.right_shift(words, step, out=moved)
+        moved ^= words
+        moved &= np.uint32(mask)
+        words ^= moved
+        moved <<= np.uint32(step)
+        words ^= moved
+    return words
+
+
+def words_of_columns(form: PackedForm, columns: np.ndarray) -> np.ndarray:
+    """`words_of_codes` of codes that are stored by input: uint8 [K, n]."""
+    width, count = columns.shape
+    if width != form.blocks * form.block:
+        return words_of_codes(form, columns.T)
+    adjacent = np.empty((width // 4, count, 4), np.uint8)
+    for place in range(4):
+        adjacent[..., place] = columns[place::4]
+    words = adjacent.view(np.uint32)[..., 0]
+    if _BITS[form.kind] == 4:
+        words = words[::2] | words[1::2] << np.uint32(4)
+    return words.T
 
 
 def pack_floats(form: PackedForm, weight: np.ndarray) -> Iterator[bytes]:
@@ -221,9 +268,9 @@ def fp8_records(form: PackedForm, codes: np.ndarray, scales: np.ndarray) -> byte
     return packed.tobytes()
 
 
-def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:
+def _padded(rows: np.ndarray, width: int, value: int, *, group: int = GROUP) -> np.ndarray:
     """Pad `rows` to whole groups of channels and `width` columns."""
-    count = -(-len(rows) // GROUP) * GROUP
+    count = -(-len(rows) // group) * group
     if rows.shape == (count, width):
         return rows
     out = np.full((count, width), value, rows.dtype)
@@ -231,21 +278,14 @@ def _padded(rows: np.ndarray, width: int, value: int) -> np.ndarray:
     return out
 
 
-def _quantized_records(form: PackedForm, codes: np.ndarray, halves: list[np.ndarray]) -> bytes:
-    """Records of whole groups: codes uint8 [n, K], halves float32 [n, blocks] of each kind."""
-    groups = len(codes) // GROUP
-    nibbles = 8 // _BITS[form.kind]
-    steps = form.block // (4 * nibbles)
-    # Four inputs are one word: transposing words takes a third of the time.
-    words = np.ascontiguousarray(codes).view(np.uint32)
-    lanes = words.reshape(groups, GROUP, form.blocks, steps, nibbles)
-    lanes = lanes.transpose(4, 0, 2, 3, 1)  # nibble, group, block, step, channel
-    packed = np.ascontiguousarray(lanes[0])
-    if nibbles == 2:
-        packed |= lanes[1] << np.uint32(4)
+def _quantized_records(form: PackedForm, words: np.ndarray, halves: list[np.ndarray]) -> bytes:
+    """Records of whole groups: `words_of_codes`, and float32 [n, blocks] of each kind."""
+    groups, steps = len(words) // GROUP, words.shape[1] // form.blocks
+    lanes = words.reshape(groups, GROUP, form.blocks, steps).transpose(0, 2, 3, 1)
     records = np.empty((groups, form.blocks, form.record_bytes), np.uint8)
     size = steps * GROUP * 4
-    records[..., :size] = packed.view(np.uint8).reshape(groups, form.blocks, size)
+    packed = np.ascontiguousarray(lanes).view(np.uint8)
+    records[..., :size] = packed.reshape(groups, form.blocks, size)
     for values in halves:
         part = values.reshape(groups, GROUP, form.blocks).transpose(0, 2, 1)
         records[..., size : size + 2 * GROUP] = part.astype(np.float16, order="C").view(np.uint8)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.function_calls import CODES, is_call, require_known
-from edgellm.build.lowering.weights import stored_array, stored_columns
+from edgellm.build.lowering.weights import stored_array, stored_bytes, stored_columns
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.onnx_functions import BLOCK_FACTORS, FUNCTIONS_OF_CODES, IQ4, PackedCodes
 
@@ -77,11 +77,33 @@ class Joined(_Made):
         return (low - np.uint8(1 << (form.bits - 1))).view(np.int8) if form.is_signed else low
 
 
+def _parts_of_bytes(bits: int) -> np.ndarray:
+    """For each byte its parts of some bits, a byte for each, the lowest bits first: [256]."""
+    parts = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)
+    parts &= np.uint8((1 << bits) - 1)
+    return parts.view(np.dtype(f"u{8 // bits}")).ravel()
+
+
+_PARTS = {bits: _parts_of_bytes(bits) for bits in (1, 2, 4)}
+
+
 def _spread(plane: np.ndarray, bits: int) -> np.ndarray:
     """The parts of all codes, uint8 [..., in]."""
-    parts = plane[..., None] >> np.arange(0, 8, bits, dtype=np.uint8)
-    parts &= np.uint8((1 << bits) - 1)
-    return parts.reshape(*plane.shape[:-1], -1)
+    return np.take(_PARTS[bits], plane).view(np.uint8)
+
+
+def stored_pairs(tensor: ir.TensorProtocol) -> tuple[np.ndarray, int] | None:
+    """4-bit codes as stored, two in a byte, the first in the low half: uint8 [..., n / 2].
+
+    Returns:
+        The pairs, and by how much their halves exceed the codes, modulo 16; None: other codes.
+    """
+    if isinstance(tensor, Joined) and tensor.form.planes == (4,) and not tensor.form.by_table:
+        return stored_array(tensor.planes[0]), 8 * tensor.form.is_signed
+    *outer, width = (int(dim) for dim in tensor.shape.numpy())
+    if isinstance(tensor, Joined) or tensor.dtype.bitwidth != 4 or width % 2:
+        return None
+    return stored_bytes(tensor).reshape(*outer, width // 2), 0
 
 
 def stored_tensor(value: ir.Value, call: ir.Node) -> ir.TensorProtocol:

@@ -1,4 +1,4 @@
-"""Packs weights of a portable graph for edgellm's kernels, see `device_runtime.kernels.pack`."""
+"""Packs weights of a portable graph for edgellm's kernels, see `kernels/packed_layout.py`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from edgellm.build.lowering.linears.block_factors import stored_pairs
 from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.linears.round_int4 import expert_block, nearest_int4_rows
 from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, rows_of_int8
-from edgellm.build.lowering.weights import U8, stored_array
+from edgellm.build.lowering.weights import stored_array
 from edgellm.device_runtime.kernels.packed_layout import (
     BLOCKS,
     MIDDLES,
@@ -26,10 +27,15 @@ from edgellm.device_runtime.kernels.packed_layout import (
     largest_factor,
     records,
     scale_multiplier,
+    words_of_codes,
+    words_of_columns,
+    words_of_pairs,
 )
 
 _HALVES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
+_NIBBLES = ("int4", "fp4")  # forms of 4 bits
 _ROUNDED_BLOCK = 32  # of weights that are requantized to int8 here
+_SIGN, _SIGNS = 8, np.uint32(0x88888888)  # adding 8 to a 4-bit code changes its highest bit
 _Order = NDArray[np.int64]
 
 
@@ -152,7 +158,7 @@ def _rounded(form: PackedForm, weight: LinearWeight, multiplier: float, order: _
     else:
         codes, scales = nearest_int4_rows(rows, form.block)
         unsigned = (codes + np.int8(8)).view(np.uint8)
-    return records(form, unsigned, scales, None, multiplier)
+    return records(form, words_of_codes(form, unsigned), scales, None, multiplier)
 
 
 class _Stored:
@@ -168,20 +174,27 @@ class _Stored:
 
     def pack(self, multiplier: float, order: _Order) -> bytes:
         """The records of some channels."""
-        (codes,) = _some(self._weight, order, self._codes)
-        return records(self._form, codes, *self._factors(order), multiplier)
+        (words,) = _some(self._weight, order, self._words)
+        return records(self._form, words, *self._factors(order), multiplier)
 
     def _factors(self, order: _Order) -> tuple[np.ndarray, np.ndarray | None]:
         scales, *offsets = _some(self._weight, order, self._both)
         return scales, offsets[0] if offsets else None
 
-    def _codes(self, part: WeightPart) -> tuple[U8, ...]:
-        """uint8 [out, in], relative to the middle of the form's range."""
-        codes = stored_array(part.stored[0])
-        rows = (codes if part.is_by_output else codes.T).view(np.uint8)
-        if self._form.kind == "fp4":
-            return (rows,)
-        return (rows + np.uint8(MIDDLES[self._form.kind] - self._middles[part.parameter]),)
+    def _words(self, part: WeightPart) -> tuple[NDArray[np.uint32], ...]:
+        """Words [out, ...] of codes relative to the middle of the form's range."""
+        form, stored = self._form, part.stored[0]
+        shift = MIDDLES[form.kind] - self._middles[part.parameter]
+        is_whole = part.is_by_output and part.shape[0] == form.blocks * form.block
+        if is_whole and form.kind in _NIBBLES and (found := stored_pairs(stored)) is not None:
+            pairs, excess = found
+            if (shift - excess) % 16 in (0, _SIGN):
+                words = words_of_pairs(pairs)
+                return (words ^ _SIGNS if (shift - excess) % 16 else words,)
+        codes = stored_array(stored).view(np.uint8)
+        if shift:
+            codes = codes + np.uint8(shift % 256)
+        return ((words_of_codes if part.is_by_output else words_of_columns)(form, codes),)
 
     def _both(self, part: WeightPart) -> tuple[np.ndarray, ...]:
         """Scales [out, blocks]; and offsets, if the form has them."""

@@ -259,3 +259,22 @@ def test_kernels_flag_chooses_operators_and_rejects_contradictions(
     options = json.loads((tmp_path / "e" / "manifest.json").read_text())["options"]
     assert options["kernels"] == "edgellm"
     shutil.rmtree(tmp_path / "e")
+
+
+@pytest.mark.parametrize(("kind", "width"), [("int4", 96), ("int4", 84), ("fp4", 96), ("int8", 84)])
+def test_words_hold_the_codes_of_four_inputs_whichever_way_they_are_stored(kind, width):
+    """The layout written out: byte i of a word has input i, its high half input i + 4."""
+    form = packed_layout.PackedForm(kind=kind, in_features=width, out_features=5, block=32)
+    middle, bits = packed_layout.MIDDLES[kind], 8 if kind == "int8" else 4
+    codes = np.random.default_rng(0).integers(0, 1 << bits, (5, width), np.uint8)
+    padded = np.full((5, 96), middle, np.uint8)
+    padded[:, :width] = codes
+    inputs = padded.reshape(5, -1, 8 // bits, 4)
+    expected = inputs[:, :, 0] if bits == 8 else inputs[:, :, 0] | inputs[:, :, 1] << 4
+    expected = expected.reshape(5, -1)
+    assert (packed_layout.words_of_codes(form, codes).view(np.uint8) == expected).all()
+    columns = packed_layout.words_of_columns(form, np.ascontiguousarray(codes.T))
+    assert (np.ascontiguousarray(columns).view(np.uint8) == expected).all()
+    if bits == 4 and width == 96:
+        pairs = codes[:, ::2] | codes[:, 1::2] << 4
+        assert (packed_layout.words_of_pairs(pairs).view(np.uint8) == expected).all()
