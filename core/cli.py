@@ -368,7 +368,7 @@ class _Stderr(io.FileIO):
     """Notes that cannot be written, to a full disk or a pipe without reader, are dropped."""
 
     def write(self, data: Any, /) -> int | None:
-        """Write, or pretend to: the work goes on, and the exit code tells how it ended."""
+        """Write, or pretend to: the work goes on, and the exit code shows how it ended."""
         try:
             return super().write(data)
         except OSError:

@@ -22,7 +22,7 @@ from edgellm.core.errors import EdgeLLMError
 
 _LOCK, _FILES = "lock", "files"
 _PARTIAL = ".partial-"  # in names of unfinished folders
-_MARK = b"a run of edgellm\n"  # in locks, to tell them from foreign files
+_MARK = b"a run of edgellm\n"  # in locks, which foreign files lack
 
 
 @contextlib.contextmanager

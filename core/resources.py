@@ -165,7 +165,7 @@ def require_room(path: Path, num_bytes: int) -> None:
             try:
                 os.posix_fallocate(stream.fileno(), 0, num_bytes)
             except OSError as error:
-                if error.errno in _FULL:  # else the file system cannot tell
+                if error.errno in _FULL:  # else the file system has no such call
                     raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
 
 

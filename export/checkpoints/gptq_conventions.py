@@ -82,7 +82,7 @@ def check_zero_points(weights: Weights, zeros: np.ndarray, bits: int, hint: str 
 def num_groups(weights: Weights, width: int, scales: TensorInfo, axis: int) -> int:
     """The groups of a row of `width` inputs, by the shape of its scales.
 
-    A last group that is smaller than the others is rejected, which shapes alone do not tell.
+    A last group that is smaller than the others is rejected, since shapes alone do not show it.
 
     Raises:
         BrokenArtifactError: the scales are no matrix, or their groups do not divide `width`.

@@ -232,8 +232,8 @@ def _divisor(weights: Weights, name: str, size: int) -> NDArray[Any]:
     values = (weights / name).array("weight", (size,), "F32" if info is None else info.dtype)()
     if not np.all(values):
         raise UnsupportedModelError(
-            f"{name}.weight has zeros: features behind it do not tell what is before it, which "
-            f"{TITLE} reads"
+            f"{name}.weight has zeros: its inputs, which {TITLE} reads, cannot be computed from "
+            "its outputs"
         )
     return values
 

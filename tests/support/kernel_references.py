@@ -12,7 +12,7 @@ from attention_references import attend, combine, keep_rows, store_rows
 from edgellm.device_runtime.kernels.triton.catalog import PICKS
 from edgellm.device_runtime.sampling.sampler import SamplingParams, processed_distribution
 
-SETTLED, NOT_A_NUMBER, UNSETTLED = 0, 1, 2
+DECIDED, NOT_A_NUMBER, UNDECIDED = 0, 1, 2
 START, FIELDS = 5, 5  # entries of a sequence: where its round begins; its rows in a pass
 
 
@@ -129,7 +129,7 @@ def accept_greedy(tokens, parents, argmax, highest, trees, count, path, outcome,
         here, at = slice(one * count, (one + 1) * count), one * count
 
         def draw(node: int, _: int, at: int = at) -> tuple[int, int]:
-            status = SETTLED if np.isfinite(highest[at + node]) else NOT_A_NUMBER
+            status = DECIDED if np.isfinite(highest[at + node]) else NOT_A_NUMBER
             return int(argmax[at + node]), status
 
         _walk(tokens[here], parents[here], draw, path[here], outcome[3 * one :])
@@ -164,7 +164,7 @@ def _drawing(values, ids, rules, uniforms, vocab):
         edges = np.cumsum(chances)
         drawn = np.searchsorted(edges, uniforms[place] * edges[-1], side="right")
         found = token[order][kept][min(drawn, len(kept) - 1)]
-        return int(found), SETTLED if is_decided else UNSETTLED
+        return int(found), DECIDED if is_decided else UNDECIDED
 
     return draw
 
@@ -175,7 +175,7 @@ def _walk(tokens, parents, draw, path, outcome) -> None:
         token, status = draw(walked[-1], len(walked) - 1)
         fits = (parents == walked[-1]) & (tokens == token)
         child = int(np.flatnonzero(fits).max(initial=0))
-        if status != SETTLED or not child:
+        if status != DECIDED or not child:
             break
         walked.append(child)
     path[:] = -1

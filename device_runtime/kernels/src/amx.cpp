@@ -34,12 +34,12 @@ struct Sums {
   alignas(64) int32_t of[2][2][kTileRows][kStrip];
 };
 
-// Compilers do not know what instructions of tiles read: what was written before must be there.
-inline void settle(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+// Compilers do not see what tile instructions read, so earlier writes must be in memory.
+inline void keep_stored(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
 // One block of the rows from a and from b on, and of codes [block / 4][32 channels][4].
 void multiply(const int8_t* a, const int8_t* b, int64_t stride, const uint8_t* codes, int64_t block, Sums& sums) {
-  settle(codes);
+  keep_stored(codes);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -58,7 +58,7 @@ void multiply(const int8_t* a, const int8_t* b, int64_t stride, const uint8_t* c
   _tile_stored(1, sums.of[0][1], 64);
   _tile_stored(2, sums.of[1][0], 64);
   _tile_stored(3, sums.of[1][1], 64);
-  settle(&sums);
+  keep_stored(&sums);
 }
 
 // A block's codes as bytes, [block / 4][32 channels][4].
@@ -120,7 +120,7 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
     const int64_t at_once = 3 - T, steps = (rows + at_once * kTileRows - 1) / (at_once * kTileRows);
     const int64_t height = (rows + at_once * steps - 1) / (at_once * steps);
     const Configuration configuration(height, block < kTileInputs ? block : kTileInputs);
-    settle(&configuration);
+    keep_stored(&configuration);
     _tile_loadconfig(&configuration);
     const auto row_of = [&](int64_t tile) { return top + least(tile * height, rows - height); };
     for (int64_t group = first; group < last; group++)

@@ -4,17 +4,17 @@ A program walks TREES trees at once from the root down: on a device one, in a te
 num_nodes <= NODES nodes; unused ones have the parent -1. The outcome of a tree is int32 [3]: the
 number of nodes on the path, the token after them, and a status:
 
-* SETTLED,
+* DECIDED,
 * NOT_A_NUMBER: a logit of the path's last node is NaN or infinite,
-* UNSETTLED: tokens outside the picks may be drawn there; the host must read all logits.
+* UNDECIDED: tokens outside the picks may be drawn there; the host must read all logits.
 """
 
 import triton
 import triton.language as tl
 
-SETTLED: tl.constexpr = tl.constexpr(0)
+DECIDED: tl.constexpr = tl.constexpr(0)
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(1)
-UNSETTLED: tl.constexpr = tl.constexpr(2)
+UNDECIDED: tl.constexpr = tl.constexpr(2)
 RULES: tl.constexpr = tl.constexpr(4)  # temperature, top_k, top_p, min_p
 NO_TOKEN: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
@@ -93,7 +93,7 @@ def accept_sampled(
         last = tl.where(alive, drawn, last)
         status = tl.where(alive, found, status)
         child = _child(own_tokens, own_parents, node, drawn, NODES)
-        alive = alive & (found == SETTLED) & (child > 0)
+        alive = alive & (found == DECIDED) & (child > 0)
         node = tl.where(alive, child, node)
     _write(path, outcome, tree, num_trees, num_nodes, walked, length, last, status, NODES)
 
@@ -149,7 +149,7 @@ def _draw(x, token, rules, tree, alive, uniform, vocab_size, PICKS: tl.constexpr
     kth = tl.max(tl.where(pick == tl.minimum(top_k, PICKS)[:, None] - 1, x, -float("inf")), 1)
     kept = (pick < vocab_size) & (x > -float("inf")) & ((x >= kth[:, None]) | (cuts == 0)[:, None])
     least = tl.min(x, 1)  # the last pick: if it is kept, later tokens may be kept as well
-    is_settled = (vocab_size <= PICKS) | (cuts & (top_k <= PICKS) & (least < kth))
+    is_decided = (vocab_size <= PICKS) | (cuts & (top_k <= PICKS) & (least < kth))
     largest = tl.max(x, 1)
     share = tl.where(kept, x.to(tl.float64) / temperature[:, None], -float("inf"))
     share = tl.exp(share - (largest.to(tl.float64) / temperature)[:, None])
@@ -162,7 +162,7 @@ def _draw(x, token, rules, tree, alive, uniform, vocab_size, PICKS: tl.constexpr
     share = tl.where(kept, share, 0.0)
     share = share / tl.sum(share, 1)[:, None]
     drawn = _by_token(share, token, kept, uniform, vocab_size)
-    status = tl.where(is_settled, SETTLED, UNSETTLED)
+    status = tl.where(is_decided, DECIDED, UNDECIDED)
     first = tl.sum(tl.where(pick == 0, x, 0.0), 1)  # max() would ignore NaN
     return drawn, tl.where(_is_finite(first), status, NOT_A_NUMBER)
 

@@ -125,7 +125,7 @@ def test_greedy_acceptance_of_many_trees():
     for index, tree in enumerate(trees):
         path, token, status = found.of(index)
         assert (path, token) == on_host(tree, logits[index], GREEDY)
-        assert status == acceptance.SETTLED.value
+        assert status == acceptance.DECIDED.value
         lengths.add(len(path))
     assert lengths >= {1, 2, 3, 4, 5}
 
@@ -144,7 +144,7 @@ def test_sampled_acceptance_of_many_trees():
     for index, tree in enumerate(trees):
         path, token, status = found.of(index)
         assert (path, token) == on_host(tree, logits[index], params[index]), index
-        assert status == acceptance.SETTLED.value
+        assert status == acceptance.DECIDED.value
         drawn += token != logits[index, path[-1]].argmax()
     assert drawn > TREES / 5  # this acceptance is not greedy
 
@@ -162,8 +162,8 @@ def test_picks_that_are_fewer_than_the_vocabulary():
         [np.random.Generator(np.random.Philox(p.seed)).random(NODES) for p in params]
     )
     found = sampled(trees, logits, params, uniforms, 256, maximum=4)
-    decided = found.outcome[:, 2] == acceptance.SETTLED.value
-    assert set(found.outcome[~decided, 2]) == {acceptance.UNSETTLED.value}
+    decided = found.outcome[:, 2] == acceptance.DECIDED.value
+    assert set(found.outcome[~decided, 2]) == {acceptance.UNDECIDED.value}
     for index in np.flatnonzero(decided):
         path, token, _ = found.of(index)
         assert (path, token) == on_host(trees[index], logits[index], params[index])

@@ -1,7 +1,7 @@
 """The nodes of attention by edgellm's kernels: what each gives, and how its kernel is launched.
 
-Plugins tell TensorRT this: quickly deployable ones while it builds (`build/tensorrt/plugins.py`),
-those in Python while it runs, too (`python_plugins.py`). Sizes are numbers or a library's
+Plugins pass this to TensorRT: quick ones while it builds (`build/tensorrt/plugins.py`), those
+in Python also at run time (`python_plugins.py`). Sizes are numbers or a library's
 expressions. Where types alone are asked for they are dummies, and only what begins with a size of
 an input stays an expression: the `tensorrt.plugin` of 10.13 takes a number in front for an
 expression of another plugin.

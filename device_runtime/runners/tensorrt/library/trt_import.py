@@ -48,7 +48,7 @@ class Library:
 
     @property
     def runs_python_plugins(self) -> bool:
-        """Whether edgellm's kernels are launched by plugins in Python, which it must be told of."""
+        """Whether edgellm's kernels are launched by plugins in Python, which must be registered."""
         return not self.is_ahead_of_time and self.version < FIRST_QUICK_PLUGINS
 
     @property
