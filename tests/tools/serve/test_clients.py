@@ -66,9 +66,13 @@ def test_a_full_queue_rejects_with_retry_after(small):
 
 
 def test_a_client_that_leaves_stops_the_engine_and_one_in_the_queue_is_forgotten(small):
+    """The tokens of a stream are counted while they are generated."""
+    counted = small.metric("vllm:generation_tokens_total")
     running = _begin(small, LONG)
     response = running.getresponse()
     response.read(200)
+    assert small.metric("vllm:generation_tokens_total") > counted
+    assert small.metric(RUNNING) == 1
     waiting = _begin(small, LONG)
     small.wait_until(WAITING, 1)
     waiting.close()

@@ -257,9 +257,15 @@ class Worker:
         try:
             self._driver.grow(answers, self.llm.batch_size, on_steps)
         finally:
-            self._metrics.generated.inc(sum(len(answer.token_ids) for answer in answers))
+            for answer, one in times.items():
+                self._count_tokens(one, answer)
+
+    def _count_tokens(self, one: _StepTimes, answer: RequestOutput) -> None:
+        self._metrics.generated.inc(len(answer.token_ids) - one.counted)
+        one.counted = len(answer.token_ids)
 
     def _record_step(self, job: Job, one: _StepTimes, answer: RequestOutput) -> None:
+        self._count_tokens(one, answer)
         now = time.monotonic()
         if not one.first:
             one.first = now
@@ -271,9 +277,10 @@ class Worker:
 
 @dataclass(slots=True)
 class _StepTimes:
-    """Times of the first and the latest step of a sequence."""
+    """Times of the first and the latest step of a sequence, and its counted tokens."""
 
     at: int  # index among the sequences of its request
+    counted: int = 0  # tokens
     first: float = 0.0  # 0: none yet
     latest: float = 0.0
 
