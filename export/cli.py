@@ -277,6 +277,7 @@ def _print_export(folder: Path, manifest: Bundle, dtype: str, start: float) -> N
     _say_contradiction(manifest)
     _say_taps(manifest)
     _say_endless(manifest)
+    _say_dropped(manifest)
 
 
 def _compare(checkpoint: Checkpoint, verdict: list[str], folder: Path, manifest: Bundle) -> None:
@@ -464,6 +465,17 @@ def _say_endless(manifest: Bundle) -> None:
         typer.echo(
             "warning: the checkpoint names no end token: only a stop string or the longest length "
             "ends the output; set eos_token_id in its generation_config.json",
+            err=True,
+        )
+
+
+def _say_dropped(manifest: Bundle) -> None:
+    from edgellm.export.pipeline.llm import DROPPED_TOKENS
+
+    if dropped := manifest.provenance.get(DROPPED_TOKENS):
+        typer.echo(
+            f"warning: the embedding has no row for the added tokens {dropped}; their text is "
+            "tokenized as ordinary text",
             err=True,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,48 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise BrokenArtifactError(
             f"the chat template of {folder} is damaged: {error}", hint=_REMEDY
         ) from None
+    return TokenizerFiles(files, _last(tokenizer), end)
+
+
+def without_tokens(files: Mapping[str, bytes], size: int) -> tuple[dict[str, bytes], list[str]]:
+    """Remove added tokens whose ids are `size` or larger: their text becomes ordinary text.
+
+    llama.cpp's converter cuts the vocabulary in the same way. Gemma 3's image token and padding
+    tokens that were added without rows in the embedding are such tokens. Tokens of the model's
+    own vocabulary stay, since ordinary text contains them.
+
+    Returns:
+        The files, and the texts of the removed tokens.
+    """
+    if TOKENIZER not in files:
+        return dict(files), []
+    tokenizer = parse(files[TOKENIZER])
+    added = tokenizer.get("added_tokens") or []
+    removed = [token["content"] for token in added if token["id"] >= size]
+    if not removed:
+        return dict(files), []
+    tokenizer["added_tokens"] = [token for token in added if token["id"] < size]
+    model = tokenizer["model"]
+    if isinstance(vocabulary := model.get("vocab"), dict):
+        kept = {text: at for text, at in vocabulary.items() if at < size or text not in removed}
+        model["vocab"] = kept
+    elif isinstance(vocabulary, list):  # Unigram: texts with their scores
+        is_tail = {text for text, _ in vocabulary[size:]} <= set(removed)
+        model["vocab"] = vocabulary[:size] if is_tail else vocabulary
+    content = json.dumps(tokenizer, ensure_ascii=False).encode("utf-8")
+    return {**files, TOKENIZER: content}, removed
+
+
+def last_token(files: Mapping[str, bytes]) -> tuple[str, int]:
+    """The token of the highest id, with its id; ("", -1) without a tokenizer."""
+    if TOKENIZER not in files:
+        return "", -1
+    return _last(Tokenizer.from_buffer(files[TOKENIZER]))
+
+
+def _last(tokenizer: Tokenizer) -> tuple[str, int]:
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    return TokenizerFiles(files, max(ids.items(), key=lambda item: item[1], default=("", -1)), end)
+    return max(ids.items(), key=lambda item: item[1], default=("", -1))
 
 
 def _read_config(folder: Path, files: dict[str, bytes]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from edgellm.export.checkpoints.kv_scales import read_ranges
 from edgellm.export.checkpoints.lora_merge import merged
 from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotation_name
+from edgellm.export.checkpoints.tokenizer import CHAT_TEMPLATE, last_token, without_tokens
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.generation_defaults import generation_defaults
@@ -44,6 +45,7 @@ from edgellm.export.pipeline.open_checkpoint import open_draft
 
 _GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"
+DROPPED_TOKENS = "tokens_without_embedding"  # of the provenance
 Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
 
 
@@ -82,7 +84,7 @@ def export_llm(
     quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
     if ranges is not None:
         contradiction = {}  # the quantization config is about the cache
-    _check_tokens(checkpoint, config.vocab_size)
+    checkpoint, dropped = _fit_tokenizer(checkpoint, config.vocab_size)
     eos_token_ids = _eos_token_ids(end_ids(checkpoint), config.vocab_size)
     defaults = generation_defaults(checkpoint.generation_config)
     spec = _spec(checkpoint, tower, config, op)
@@ -98,7 +100,7 @@ def export_llm(
             opset=OPSET,
             eos_token_ids=eos_token_ids,
             options=asdict(replace(options, hidden_taps=taps)),
-            provenance=_provenance(checkpoint) | tap_source | contradiction,
+            provenance=_provenance(checkpoint) | tap_source | contradiction | dropped,
             hidden_taps=taps,
             pooling=options.pooling,
             generation_defaults=defaults,
@@ -219,16 +221,31 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
     refuse_leftovers(left, "checkpoint", hint)
 
 
-def _check_tokens(checkpoint: Checkpoint, vocab_size: int) -> None:
-    """Reject a tokenizer with ids beyond the embedding's `vocab_size` rows."""
+def _fit_tokenizer(checkpoint: Checkpoint, vocab_size: int) -> tuple[Checkpoint, dict[str, str]]:
+    """Remove added tokens beyond the embedding's `vocab_size` rows, with a note for the provenance.
+
+    Raises:
+        BrokenArtifactError: other tokens are beyond the rows, or the chat template writes one of
+            the removed tokens.
+    """
     token, token_id = checkpoint.last_token
-    if token_id >= vocab_size:
+    if token_id < vocab_size:
+        return checkpoint, {}
+    files, removed = without_tokens(checkpoint.tokenizer_files, vocab_size)
+    token, token_id = last_token(files) if removed else (token, token_id)
+    template = files.get(CHAT_TEMPLATE, b"").decode("utf-8")
+    written = next((text for text in removed if text in template), None)
+    if token_id >= vocab_size or written is not None:
+        name, place = (token, f"id {token_id}") if written is None else (written, "no row")
+        reason = "" if written is None else ", which the chat template writes,"
         raise BrokenArtifactError(
-            f"the tokenizer's token {token!r} has id {token_id}, the embedding has "
+            f"the tokenizer's token {name!r}{reason} has {place}, the embedding has "
             f"{vocab_size} rows",
             hint="it is another model's tokenizer, or tokens were added without room for them: "
             "model.resize_token_embeddings(len(tokenizer)) in transformers makes it",
         )
+    found = replace(checkpoint, tokenizer_files=files, last_token=(token, token_id))
+    return found, {DROPPED_TOKENS: ", ".join(map(repr, removed))}
 
 
 def _eos_token_ids(found: set[Any], vocab_size: int) -> tuple[int, ...]:

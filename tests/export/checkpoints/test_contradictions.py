@@ -13,6 +13,8 @@ import torch
 from conftest import make_checkpoint, write_tokenizer
 from quantized_layouts import LAYOUTS, Layout, fp8_channels, write_checkpoint
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from edgellm.core.errors import (
     BrokenArtifactError,
@@ -20,6 +22,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.manifest import Bundle
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.export import models
 from edgellm.export.checkpoints.nonfinite_check import checked
 from edgellm.export.graph.architecture import ExportOptions
@@ -218,6 +221,52 @@ def test_tokens_beyond_the_embedding_are_rejected(checkpoint):
         _export(checkpoint)
     assert "resize_token_embeddings" in caught.value.hint
     assert not (checkpoint.parent / "bundle").exists()
+
+
+@pytest.fixture
+def padded(checkpoint) -> Path:
+    """A checkpoint whose tokenizer got a token by transformers, without a row for it."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.add_special_tokens({"pad_token": "[PAD]"}) == 1
+    assert tokenizer.pad_token_id == 96
+    tokenizer.save_pretrained(checkpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize("is_in_vocabulary", [False, True])
+def test_added_tokens_beyond_the_embedding_become_text(
+    command_here, padded, tmp_path, is_in_vocabulary
+):
+    """As llama.cpp's converter does; transformers loads such a model, and fails at the token.
+
+    Gemma 3's tokenizer.json has its image token in the vocabulary, too.
+    """
+    plain = Tokenizer.from_file(str(padded / "tokenizer.json"))
+    texts = ["w9 w95", "w9 [PAD] w10", "[PAD][PAD]"]
+    path = padded / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    assert stored["added_tokens"].pop()["content"] == "[PAD]"
+    expected = Tokenizer.from_str(json.dumps(stored))
+    if is_in_vocabulary:
+        stored = json.loads(path.read_text())
+        stored["model"]["vocab"]["[PAD]"] = 96
+        path.write_text(json.dumps(stored))
+    flags = ["--model_dir", padded, "--output_dir", tmp_path / "out"]
+    done = command_here("edgellm-export", "llm", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "no row for the added tokens '[PAD]'" in done.stderr
+    found = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert [found.encode(text).ids for text in texts] == [
+        expected.encode(text).ids for text in texts
+    ]
+    assert found.encode(texts[0]).ids == plain.encode(texts[0]).ids
+    assert ChatTokenizer(tmp_path / "out").vocabulary().get("[PAD]") is None
+
+
+def test_tokens_beyond_the_embedding_that_the_template_writes_are_rejected(padded):
+    (padded / "chat_template.jinja").write_text("[PAD]{{ messages[0].content }}")
+    with pytest.raises(BrokenArtifactError, match=r"'\[PAD\]', which the chat template writes"):
+        _export(padded)
 
 
 def test_verify_reports_a_config_that_transformers_rejects(checkpoint):
