@@ -110,6 +110,32 @@ def num_groups(weights: Weights, width: int, scales: TensorInfo, axis: int) -> i
     return groups
 
 
+def input_order(weights: Weights, name: str, width: int, groups: int) -> np.ndarray | None:
+    """The inputs sorted by group, int64 [in]; None if they are in order.
+
+    Args:
+        weights: of the layer.
+        name: of the tensor [in] with the group of each input (activation order). Negative numbers
+            in it are compressed-tensors' mark of an order that is not stored.
+        width: number of inputs.
+        groups: of equal size.
+
+    Raises:
+        BrokenArtifactError: groups that do not exist, or of different sizes.
+    """
+    info = weights.info(name)
+    if info is None:
+        return None
+    found = weights.array(name, (width,), info.dtype)().astype(np.int64)
+    in_order = np.arange(width) // (width // groups)
+    if np.array_equal(found, in_order) or (found == -1).all():
+        return None
+    is_inside = bool(((found >= 0) & (found < groups)).all())
+    if not is_inside or not (np.bincount(found, minlength=groups) == width // groups).all():
+        raise BrokenArtifactError(f"{weights.prefix}{name}: the groups are of different sizes")
+    return np.argsort(found, kind="stable")
+
+
 def _is_auto_round(config: Mapping[str, Any]) -> bool:
     return "auto-round" in str(config.get("quant_method"))
 

@@ -28,6 +28,7 @@ _PARTS = (
     "qzeros",
     "scales",
     "g_idx",
+    "weight_g_idx",
     "input_scale",
     "activation_scale",
     "input_global_scale",
@@ -166,7 +167,9 @@ def _packed(found: Mapping[str, Any], shape: tuple[int, int]) -> F32:
     zeros = np.full(scales.shape, 1 << (bits - 1))
     if "weight_zero_point" in found:
         zeros = _fields(found["weight_zero_point"].T, bits)[:, :out].T
-    groups = np.arange(width) // (width // scales.shape[1])
+    groups = found.get("weight_g_idx", np.full(width, -1))
+    if -1 in groups:  # the order is not stored
+        groups = np.arange(width) // (width // scales.shape[1])
     return ((codes - zeros[:, groups]) * scales[:, groups]).astype(np.float32)
 
 

@@ -254,20 +254,28 @@ def ct_nvfp4(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, 
     return tensors, value
 
 
-def ct_int(bits: int, *, symmetric: bool, has_signs: bool = False) -> Writer:
-    """compressed-tensors pack-quantized."""
+def ct_int(
+    bits: int, *, symmetric: bool, has_signs: bool = False, reordered: bool = False
+) -> Writer:
+    """compressed-tensors pack-quantized; with activation order codes stay in the inputs' order."""
 
     def write(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        del random
-        codes, zero, scale = _integers(weight, bits, 16, symmetric=symmetric, has_signs=has_signs)
+        width = weight.shape[1]
+        order = random.permutation(width) if reordered else np.arange(width)
+        back = np.argsort(order)
+        codes, zero, scale = _integers(
+            weight[:, order], bits, 16, symmetric=symmetric, has_signs=has_signs
+        )
         tensors = {
-            "weight_packed": _pack32(codes, bits),
+            "weight_packed": _pack32(codes[:, back], bits),
             "weight_scale": scale.astype(np.float16),
             "weight_shape": np.array(weight.shape, np.int64),
         }
         if not symmetric:
             tensors["weight_zero_point"] = _pack32(zero.T, bits).T
-        return tensors, _value(codes, zero, scale)
+        if reordered:
+            tensors["weight_g_idx"] = (np.arange(width) // 16)[back].astype(np.int32)
+        return tensors, _value(codes, zero, scale)[:, back]
 
     return write
 
@@ -344,6 +352,11 @@ LAYOUTS = {
     ),
     "ct-int4-asym": Layout(
         ct_int(4, symmetric=False), {"quant_method": "compressed-tensors"}, kind="int4"
+    ),
+    "ct-int4-order": Layout(
+        ct_int(4, symmetric=False, reordered=True),
+        {"quant_method": "compressed-tensors"},
+        kind="int4",
     ),
     "ct-int8": Layout(
         ct_int(8, symmetric=True, has_signs=True),

@@ -2,7 +2,8 @@
 
 Source: compressed-tensors 0.20 (llm-compressor, AutoRound). `weight_packed` int32 [out, in * bits /
 32] holds codes + 2**(bits - 1) in the order of the input; `weight_scale` [out, in / g] or [out, 1];
-`weight_zero_point` int32 packed along `out`. NVFP4 stores global scales as their reciprocals.
+`weight_zero_point` int32 packed along `out`; `weight_g_idx` int32 [in] is the group of each input
+(activation order). NVFP4 stores global scales as their reciprocals.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.gptq_conventions import check_zero_points, num_groups
+from edgellm.export.checkpoints.gptq_conventions import check_zero_points, input_order, num_groups
 from edgellm.export.checkpoints.int_packing import unpack
 from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.checkpoints.quantized_weight import (
@@ -51,7 +52,7 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
         )
     _check_shape(weights, shape)
     blocks = num_groups(weights, width, scale_info, 1)
-    _refuse_reordered(weights, width, width // blocks)
+    order = input_order(weights, "weight_g_idx", width, blocks)
     words = weights.array("weight_packed", (out, width * bits // 32), "I32")
     scale = weights.array("weight_scale", (out, blocks), scale_info.dtype)
     zeros = None
@@ -59,14 +60,20 @@ def _integers(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Q
         packed = weights.array("weight_zero_point", (-(-out * bits // 32), blocks), "I32")()
         zeros = unpack(np.ascontiguousarray(packed.T), bits)[:, :out]  # [blocks, out]
         check_zero_points(weights, zeros, bits)
+
+    def codes() -> np.ndarray:
+        values = unpack(words(), bits).T  # [in, out]
+        return values if order is None else values[order]
+
     layer = UnsignedBlocks(
         name=name,
         bits=bits,
         shape=shape,
-        codes=lambda: unpack(words(), bits).T,
+        codes=codes,
         zeros=zeros,
         scale=lambda: scale().T,
         blocks=blocks,
+        input_order=order,
     )
     return integer_blocks(layer, dtype)
 
@@ -79,18 +86,6 @@ def _check_shape(weights: Weights, shape: tuple[int, int]) -> None:
     if tuple(stated.tolist()) != shape:
         raise BrokenArtifactError(
             f"{weights.prefix}weight_shape is {stated.tolist()}, config.json implies {list(shape)}"
-        )
-
-
-def _refuse_reordered(weights: Weights, width: int, group: int) -> None:
-    info = weights.info("weight_g_idx")
-    if info is None:
-        return
-    groups = weights.array("weight_g_idx", (width,), info.dtype)()
-    if not np.array_equal(groups, np.arange(width) // group):
-        raise UnsupportedModelError(
-            f"{weights.prefix}weight_g_idx reorders the inputs (activation order)",
-            hint='quantize with actorder "static" or without it',
         )
 
 

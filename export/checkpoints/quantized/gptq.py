@@ -10,12 +10,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.core.errors import (
-    BrokenArtifactError,
-    UnsupportedModelError,
-)
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.gptq_conventions import (
     check_zero_points,
+    input_order,
     num_groups,
     remedy,
     stores_less_one,
@@ -43,7 +41,7 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     blocks = num_groups(weights, width, scale_info, 0)
     words = weights.array("qweight", info.shape, "I32")
     scale = weights.array("scales", (blocks, out), scale_info.dtype)
-    order = _order(weights, width, blocks)
+    order = input_order(weights, "g_idx", width, blocks)
     weights.drop_zeros("bias")  # AutoGPTQ writes one for every layer
 
     def codes() -> np.ndarray:
@@ -76,17 +74,3 @@ def _zeros(weights: Weights, blocks: int, out: int, bits: int) -> np.ndarray:
         zeros = zeros + np.uint8(1)
     check_zero_points(weights, zeros, bits, remedy(weights, less_one=less_one))
     return zeros
-
-
-def _order(weights: Weights, width: int, blocks: int) -> np.ndarray | None:
-    """The inputs sorted by group; None if they are in order."""
-    info = weights.info("g_idx")
-    if info is None:
-        return None
-    groups = weights.array("g_idx", (width,), info.dtype)().astype(np.int64)
-    if np.array_equal(groups, np.arange(width) // (width // blocks)):
-        return None
-    is_inside = bool(((groups >= 0) & (groups < blocks)).all())
-    if not is_inside or not (np.bincount(groups, minlength=blocks) == width // blocks).all():
-        raise BrokenArtifactError(f"{weights.prefix}g_idx: the groups are of different sizes")
-    return np.argsort(groups, kind="stable")

@@ -286,10 +286,10 @@ def _gemv(tensors, config):
     return tensors
 
 
-def _reordered(tensors, config):
+def _uneven_groups(tensors, config):
     del config
     name = "model.layers.1.mlp.up_proj.weight_g_idx"
-    tensors[name] = torch.arange(96, dtype=torch.int32).flip(0) // 16
+    tensors[name] = torch.arange(96, dtype=torch.int32).flip(0) // 17
     return tensors
 
 
@@ -366,7 +366,12 @@ _ONLINE = {"config_groups": {"u": {"type": "hadamard", "apply": [{"location": "i
         ("gptq", _fewer_bits, UnsupportedModelError, "holds 3-bit weights"),
         ("gptq", _set("qzeros", -1), UnsupportedModelError, "a zero point of 16"),
         ("awq", _gemv, UnsupportedModelError, "AWQ version 'gemv'"),
-        ("ct-int4", _reordered, UnsupportedModelError, "reorders the inputs"),
+        (
+            "ct-int4",
+            _uneven_groups,
+            BrokenArtifactError,
+            "weight_g_idx: the groups are of different",
+        ),
         ("ct-int4", _set("weight_shape", 81), BrokenArtifactError, "weight_shape is"),
     ],
 )
@@ -385,6 +390,21 @@ def test_damaged_and_unknown_layouts_are_rejected(
     with pytest.raises(error, match=message.replace("(", r"\(")):
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("groups", [np.full(96, -1), np.arange(96) // 16])
+def test_groups_in_order_need_no_gather(quantized, tmp_path, groups):
+    """compressed-tensors fills `weight_g_idx` with -1 before it is known."""
+    source = tmp_path / "checkpoint"
+    shutil.copytree(quantized("ct-int4")[0] / "checkpoint", source)
+    tensors = load_file(source / "model.safetensors")
+    up = "model.layers.1.mlp.up_proj.weight"
+    width = 8 * tensors[f"{up}_packed"].shape[1]
+    tensors[f"{up}_g_idx"] = torch.from_numpy(groups[:width].astype(np.int32))
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    export_llm(open_checkpoint(str(source)), tmp_path / "bundle", ExportOptions(dtype="fp32"))
+    graph = (quantized("ct-int4")[0] / "bundle/model.onnx").read_bytes()
+    assert (tmp_path / "bundle/model.onnx").read_bytes() == graph
 
 
 @pytest.mark.parametrize("size", [[16], {"all": 16}])
