@@ -13,14 +13,20 @@ KEY = "quantization_config"
 _ONLINE = "input", "output", "k_cache", "q_attn"
 # The layouts (`export.checkpoints.quantized`) that each maker writes, by `quant_method`.
 _LAYOUTS = {
-    "auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},
-    "intel/auto-round": {"awq", "compressed_tensors", "gptq", "modelopt"},  # its first releases
+    "auto-round": {"awq", "compressed_tensors", "gptq", "microscaling", "modelopt"},
+    "intel/auto-round": {
+        "awq",
+        "compressed_tensors",
+        "gptq",
+        "microscaling",
+        "modelopt",
+    },  # its first releases
     "awq": {"awq"},
-    "compressed-tensors": {"block_fp8", "compressed_tensors", "modelopt"},
+    "compressed-tensors": {"block_fp8", "compressed_tensors", "microscaling", "modelopt"},
     "fbgemm_fp8": {"modelopt"},
     "fp8": {"block_fp8", "modelopt"},
     "gptq": {"gptq"},
-    "modelopt": {"block_fp8", "modelopt"},
+    "modelopt": {"block_fp8", "microscaling", "modelopt"},
     "mxfp4": {"mxfp4"},
 }
 

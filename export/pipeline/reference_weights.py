@@ -75,6 +75,11 @@ def read_weight(
         return _awq(found) if is_awq else _gptq(found, config, shape)
     if "weight_packed" in found and found["weight_packed"].dtype == np.int32:
         return _packed(found, shape)
+    if found.get("weight_scale", np.zeros(0)).dtype == np.uint8:  # exponents
+        found["weight_scale"] = np.exp2(found["weight_scale"].astype(np.float32) - 127)
+        pairs = found.get("weight_packed", found.get("weight"))
+        if pairs.dtype == np.uint8:
+            return _fp4(pairs, found["weight_scale"], 1, 32)
     if "weight_packed" in found:
         largest = 1 / np.float64(found["weight_global_scale"].item())
         return _fp4(found["weight_packed"], found["weight_scale"], largest)
@@ -178,9 +183,9 @@ def _nibbles(pairs: np.ndarray) -> np.ndarray:
     return np.stack([pairs & 15, pairs >> 4], -1).reshape(len(pairs), -1)
 
 
-def _fp4(pairs: np.ndarray, scales: F32, largest: float) -> F32:
-    """NVFP4: two inputs per byte, a scale for 16 of them, a global scale."""
-    steps = np.repeat(scales * np.float32(largest), 16, axis=1)
+def _fp4(pairs: np.ndarray, scales: F32, largest: float, block: int = 16) -> F32:
+    """NVFP4: two inputs per byte, a scale for 16 of them (MXFP4: 32), a global scale."""
+    steps = np.repeat(scales * np.float32(largest), block, axis=1)
     return _FP4[_nibbles(pairs)] * steps
 
 

@@ -254,6 +254,33 @@ def ct_nvfp4(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, 
     return tensors, value
 
 
+def _octaves(weight: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Powers of two for groups of 32 inputs [out, in / 32], as exponents (E8M0) and floats."""
+    blocks = np.abs(weight.reshape(len(weight), -1, 32)).max(-1)
+    exponents = np.ceil(np.log2(blocks / largest))
+    return (exponents + 127).astype(np.uint8), np.exp2(exponents).astype(np.float32)
+
+
+def mxfp8(weight: np.ndarray, random: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """compressed-tensors mxfp8-quantized, and ModelOpt MXFP8."""
+    del random
+    exponents, scale = _octaves(weight, 448)
+    scale = np.repeat(scale, 32, 1)
+    codes = e4m3(weight / scale)
+    return {"weight": codes, "weight_scale": exponents}, codes.astype(np.float32) * scale
+
+
+def ct_mxfp4(
+    weight: np.ndarray, random: np.random.Generator, name: str = "weight_packed"
+) -> tuple[Tensors, np.ndarray]:
+    """compressed-tensors mxfp4-pack-quantized."""
+    del random
+    exponents, scale = _octaves(weight, 6)
+    scale = np.repeat(scale, 32, 1)
+    codes = np.abs((weight / scale)[..., None] - E2M1).argmin(-1)
+    return {name: _pairs(codes), "weight_scale": exponents}, E2M1[codes] * scale
+
+
 def ct_int(
     bits: int, *, symmetric: bool, has_signs: bool = False, reordered: bool = False
 ) -> Writer:
@@ -422,6 +449,24 @@ LAYOUTS = {
         kind="fp8",
     ),
     "ct-int8-groups": Layout(ct_int8_groups, {"quant_method": "compressed-tensors"}, kind="int8"),
+}
+
+# Widths must be multiples of 32.
+MICROSCALED = {
+    "ct-mxfp4": Layout(
+        ct_mxfp4,
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        kind="fp4",
+    ),
+    "mxfp4": Layout(
+        functools.partial(ct_mxfp4, name="weight"),
+        modelopt={"quant_algo": "W4A16_MXFP4"},
+        kind="fp4",
+    ),
+    "ct-mxfp8": Layout(
+        mxfp8, {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}, kind="fp8"
+    ),
+    "mxfp8": Layout(mxfp8, modelopt={"quant_algo": "MXFP8"}, kind="fp8"),
 }
 
 

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.checkpoint import TensorInfo
+from edgellm.export.checkpoints.quantized.microscaling import is_microscaled
 from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.checkpoints.quantized_weight import (
     InputRounding,
@@ -37,7 +38,11 @@ def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quanti
     out, width = shape
     name = _INVERSE if weights.info(_INVERSE) is not None else _SCALE
     info = weights.info(name)
-    if info is None or (name == _SCALE and not _is_in_blocks(weights, info, out)):
+    if (
+        info is None
+        or is_microscaled(weights, shape)
+        or (name == _SCALE and not _is_in_blocks(weights, info, out))
+    ):
         return None
     rows, columns = _block_size(weights, shape, info)
     if width % columns:

@@ -17,6 +17,7 @@ from edgellm.core.errors import (
 )
 from edgellm.export.checkpoints.gptq_conventions import check_zero_points, input_order, num_groups
 from edgellm.export.checkpoints.int_packing import unpack
+from edgellm.export.checkpoints.quantized.microscaling import is_microscaled
 from edgellm.export.checkpoints.quantized.modelopt import scalar
 from edgellm.export.checkpoints.quantized_weight import (
     InputRounding,
@@ -32,7 +33,7 @@ from edgellm.export.checkpoints.weights import Weights
 def read(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> QuantizedLinear | None:
     """See `edgellm.export.checkpoints.quantized.Layout`."""
     info = weights.info("weight_packed")
-    if info is None:
+    if info is None or is_microscaled(weights, shape):
         return None
     if info.dtype == "U8":
         return _nvfp4(weights, shape)
