@@ -6,8 +6,9 @@ tensors and config contradict each other, the export fails later: a tensor is mi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.core.errors import (
@@ -211,12 +212,22 @@ def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
             reader.expect("layer_types", ["full_attention", "..."])
     biased = reader.read("attention_bias", bool, False) or reader.read("qkv_bias", bool, False)
     mlp_bias = reader.read("mlp_bias", bool, False)
-    return DecoderConfig.read(
+    config = DecoderConfig.read(
         reader,
         qkv_bias=biased or f"{first}.self_attn.q_proj.bias" in infos,
         o_proj_bias=f"{first}.self_attn.o_proj.bias" in infos,
         mlp_bias=mlp_bias or f"{first}.mlp.gate_proj.bias" in infos,
     )
+    stored = _num_layers(infos)
+    if stored >= config.num_hidden_layers:
+        return config
+    return replace(config, num_hidden_layers=stored, layer_kinds=config.layer_kinds[:stored])
+
+
+def _num_layers(infos: Infos) -> int:
+    """The number of layers by their tensors; some configs are copies of the base's."""
+    found = (re.match(r"layers\.(\d+)\.", name) for name in infos)
+    return max((int(each[1]) + 1 for each in found if each), default=1)
 
 
 def _expect_plain_eagle(eagle: ConfigReader) -> None:

@@ -65,6 +65,12 @@ LAYOUTS = {
          "eagle_config": _MODELOPT},
         first="layers.0", t2d=False,
     ),
+    "specforge_config_of_the_base": Layout({**_SPECFORGE, "num_hidden_layers": 40}),
+    "modelopt_config_of_the_base": Layout(
+        {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40,
+         "num_hidden_layers": 40, "layer_types": ["full_attention"] * 40},
+        first="layers.0", layers=2,
+    ),
     "speculators_qwen3": Layout(
         {**_SPECULATORS, _AUX: [1, 3, 4], "norm_before_fc": True,
          "embed_requires_grad": True},

@@ -31,6 +31,7 @@ REFUSED = {
     "safeailab_narrow": {"sglang", "tensorrt-llm"},
     "specforge_eagle31": {"sglang"},
     "modelopt_base_head": {"sglang", "tensorrt-llm"},
+    "modelopt_config_of_the_base": {"sglang", "tensorrt-llm"},
     "speculators_llama": {"sglang", "tensorrt-llm"},
     "biases": {"sglang"},
     "five_taps": {"sglang", "tensorrt-llm"},
