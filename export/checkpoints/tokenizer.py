@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
+    UnsupportedModelError,
 )
 from edgellm.core.strict_json import parse
 
@@ -22,6 +24,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _DEFAULT_TEMPLATE = "additional_chat_templates/default.jinja"  # of several, each in a file
+_TEMPLATE_FILE = "chat_template.json"
 _ADDED_TOKENS = "added_tokens.json"
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REMEDY = "copy or download the file again"
@@ -39,7 +42,8 @@ class TokenizerFiles:
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
-    A folder without tokenizer.json but with a SentencePiece model is converted by transformers.
+    A folder without tokenizer.json but with a SentencePiece model, or with a vocabulary and merges
+    in two files, is converted by transformers.
 
     Raises:
         EdgeLLMError: no tokenizer, or converting needs transformers.
@@ -215,37 +219,81 @@ def _object(text: bytes, name: str) -> dict[str, Any]:
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The model's default template; separate files win over the entry in the config."""
+    """The model's default template; separate files win over the entry in the config.
+
+    Raises:
+        UnsupportedModelError: named templates without a default, which transformers cannot apply.
+    """
     for name in (CHAT_TEMPLATE, _DEFAULT_TEMPLATE):
         if (folder / name).exists():
             return (folder / name).read_text("utf-8")
-    if (folder / "chat_template.json").exists():
-        return parse((folder / "chat_template.json").read_text("utf-8"))["chat_template"]
-    template = tokenizer_config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
+    template, file = tokenizer_config.get("chat_template"), TOKENIZER_CONFIG
+    if (folder / _TEMPLATE_FILE).exists():
+        content = parse((folder / _TEMPLATE_FILE).read_text("utf-8"))
+        template, file = content["chat_template"], _TEMPLATE_FILE
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    more = sorted(path.stem for path in (folder / _DEFAULT_TEMPLATE).parent.glob("*.jinja"))
+    if template is None and more:
+        template, file = dict.fromkeys(more), str(Path(_DEFAULT_TEMPLATE).parent)
+    if not isinstance(template, dict):
+        return template
+    if "default" not in template:
+        raise UnsupportedModelError(
+            f"{folder / file} names the chat templates {', '.join(sorted(template))}, and none of "
+            "them is the default",
+            hint=f"name one of them default, or copy its text to {CHAT_TEMPLATE}",
+        )
+    return template["default"]
 
 
 def _convert_slow(folder: Path) -> TokenizerFiles:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
+    """Convert a tokenizer without tokenizer.json as transformers does."""
+    found = sorted(folder.glob("*.model"))
+    what = f"only {found[0].name} as a tokenizer" if found else "vocab.json without tokenizer.json"
+    # transformers 5.24 reads SentencePiece models with both
+    needed = ["transformers", *(["sentencepiece", "google.protobuf"] if found else [])]
+    if missing := [name.replace("google.", "") for name in needed if not _is_installed(name)]:
         raise EdgeLLMError(
-            f"{folder} has only a SentencePiece tokenizer; converting it needs transformers",
+            f"{folder} has {what}; converting it needs {' and '.join(missing)}",
             hint="in edgellm's folder: pip install '.[host]'",
-        ) from None
+        )
+    from transformers import AutoTokenizer
+
     with tempfile.TemporaryDirectory() as converted:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # noqa: BLE001 - of a damaged file it raises anything
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            if not found and "tokenizer_class" not in _tokenizer_config(folder):
+                raise EdgeLLMError(
+                    f"{folder} has vocab.json without tokenizer.json, and nothing says how the "
+                    "tokenizer splits text",
+                    hint=f'name its class in {TOKENIZER_CONFIG}, such as "tokenizer_class": '
+                    '"GPT2Tokenizer"',
+                ) from None
             raise BrokenArtifactError(
                 f"transformers cannot read the tokenizer of {folder}: {reason}",
                 hint=f"{_REMEDY}, or save the tokenizer as {TOKENIZER} elsewhere",
             ) from None
         tokenizer.save_pretrained(converted)
         if not (Path(converted) / TOKENIZER).exists():
-            raise EdgeLLMError(f"transformers cannot convert the tokenizer of {folder}")
+            raise EdgeLLMError(
+                f"transformers cannot convert the tokenizer of {folder}",
+                hint=f"save it as {TOKENIZER} with transformers elsewhere, and copy that file",
+            )
         return read_tokenizer(Path(converted))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of its package
+        return False
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    try:
+        return _object((folder / TOKENIZER_CONFIG).read_bytes(), TOKENIZER_CONFIG)
+    except (OSError, ValueError, TypeError):
+        return {}
