@@ -29,7 +29,7 @@ from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.lora import open_adapters
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
-from edgellm.device_runtime.engine.prompt import Prompt, fit
+from edgellm.device_runtime.engine.prompt import Prompt, fit, refuse_long
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.engine.stop_detector import StopDetector
 from edgellm.device_runtime.engine.template_flags import GENERATE, refuse_flags, require_known
@@ -444,6 +444,7 @@ class LLM:
 
     def _ids(self, text: str | Sized[int], *, add_special_tokens: bool) -> list[int]:
         if isinstance(text, str):
+            refuse_long(text, self.tokenizer, self.manifest)
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if unknown := [i for i in text if not 0 <= i < self.manifest.decoder.vocab_size]:
             raise RequestError(f"the model has no token {unknown[0]}")

@@ -12,6 +12,7 @@ from edgellm.device_runtime.arrays import (
     RowKey,
 )
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import marked, row_keys
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,24 @@ class Prompt:
         """Keys of a text with this prompt as its prefix."""
         images = self.images.keys if self.images is not None else {}
         return marked(row_keys(token_ids, images), self.adapter)
+
+
+_LONG = 64  # characters for each token of the longest prompt; longer texts are checked first
+
+
+def refuse_long(text: str, tokenizer: ChatTokenizer, engine: Engine) -> None:
+    """Reject a prompt by its characters, since tokenizing megabytes takes seconds and gigabytes.
+
+    Raises:
+        RequestError: the engine cannot take the prompt.
+    """
+    longest = engine.max_input_len
+    if len(text) > _LONG * longest and (least := tokenizer.num_tokens_at_least(text)) > longest:
+        raise RequestError(
+            f"the prompt has {len(text)} characters, which are more than {least} tokens; the "
+            f"engine takes {longest}",
+            hint="shorten it",
+        )
 
 
 def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, list[str]]:

@@ -25,6 +25,7 @@ from edgellm.device_runtime.request_faults import described
 from edgellm.device_runtime.text.plain_text import CUT, PlainText, without_marks
 from edgellm.device_runtime.text.reasoning_marks import marks_of, think_tags
 from edgellm.device_runtime.text.template_variables import variables
+from edgellm.device_runtime.text.token_bound import TokenBound
 from edgellm.device_runtime.text.token_bytes import TokenBytes
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a token of byte fallback
@@ -79,6 +80,7 @@ class ChatTokenizer:
         self._special_ids = {token.content: index for index, token in added if token.special}
         self._plain = PlainText(self._tokenizer)
         self._bytes: TokenBytes | None = None
+        self._bound: TokenBound | None = None
 
     @property
     def chat_template(self) -> str | None:
@@ -125,6 +127,12 @@ class ChatTokenizer:
     def has_template(self) -> bool:
         """Whether the model has a chat template."""
         return self._template_text is not None
+
+    def num_tokens_at_least(self, text: str) -> int:
+        """A lower bound of the number of tokens, without tokenizing."""
+        if self._bound is None:
+            self._bound = TokenBound(self._tokenizer)
+        return self._bound.num_tokens(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids; a rendered chat template already contains its special tokens."""
