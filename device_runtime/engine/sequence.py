@@ -151,5 +151,5 @@ def _counts(found: Round, emitted: int) -> RoundCounts:
         emitted=emitted,
         tree_size=size,
         tree_depth=max(found.tree.depths()),
-        accepted=len(found.path) - 1,
+        accepted=min(len(found.path) - 1, emitted),  # those after the end are not part of it
     )
