@@ -31,6 +31,17 @@ Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 LogitBias = Annotated[  # by token id; JSON's keys are strings
     dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MAX_BIASES)
 ]
+# Types of content in OpenAI's protocols, which edgellm-serve takes.
+_IMAGE = 'write {"type": "image", "image": "cat.jpg"}: a path, or a file:// or data: URI'
+_VIDEO = 'write {"type": "video", "video": "robot.mp4"}: a path, or a list of images'
+_TEXT = 'write {"type": "text", "text": "..."}'
+_OF_OPENAI = {
+    "image_url": _IMAGE,
+    "input_image": _IMAGE,
+    "video_url": _VIDEO,
+    "input_text": _TEXT,
+    "output_text": _TEXT,
+}
 _NOT_SUPPORTED = {
     "num_logprobs": "log-probabilities",
 }
@@ -255,6 +266,8 @@ def _convert(raw: Any, kind: Any, place: str) -> Any:
         message, _, path = str(error).partition(" - at `$")
         path = path.removesuffix("`")
         hint = _hint(message, path, kind)
+        if hint in _OF_OPENAI.values():
+            message = f"Content of the type {message.rpartition(' ')[2]} is of OpenAI's protocol"
         raise RequestError(f"{place}{path}: {message[0].lower()}{message[1:]}", hint=hint) from None
 
 
@@ -265,6 +278,8 @@ def _hint(message: str, path: str, kind: type[msgspec.Struct]) -> str:
         known = _PARTS.get(last, kind).__struct_fields__
         return " ".join(filter(None, (suggestion(match[1], known), f"fields: {', '.join(known)}")))
     if match := re.match("Invalid enum value '(.*)'", message):
+        if last == "type" and match[1] in _OF_OPENAI:
+            return _OF_OPENAI[match[1]]
         known = get_args(Role if last == "role" else ContentKind)
         name = "roles" if last == "role" else "types"
         return " ".join(filter(None, (suggestion(match[1], known), f"{name}: {', '.join(known)}")))

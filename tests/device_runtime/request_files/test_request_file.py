@@ -154,3 +154,29 @@ def test_faults_of_requests_have_a_line_and_a_suggestion(tmp_path, request_text,
         parse_request(raw, 0)
     assert located(path, str(caught.value)).startswith(f"{path} line {line}: $.requests[0]")
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("image_url", '"type": "image"'), ("input_image", '"type": "image"'),
+     ("video_url", '"type": "video"'), ("input_text", '"type": "text"')],
+)  # fmt: skip
+def test_content_types_of_openai_are_named(kind, wanted):
+    """They are types of the server's protocol; the hint shows the form of files."""
+    content = [{"type": kind, kind: {"url": "cat.jpg"}}]
+    with pytest.raises(RequestError) as caught:
+        parse_request({"messages": [{"role": "user", "content": content}]}, 0)
+    assert f"content of the type '{kind}' is of OpenAI's protocol" in str(caught.value)
+    assert wanted in caught.value.hint
+
+
+def test_a_byte_order_mark_is_ignored(tmp_path):
+    """Editors on Windows write one."""
+    path = tmp_path / "in.json"
+    text = '{"requests": [\n{"messages": [{"role": "user", "content": "Grüße"}]}], "temperture": 1}'
+    path.write_text(text.replace("temperture", "temperature"), "utf-8-sig")
+    _, (raw,) = read_file(path)
+    assert parse_request(raw, 0).messages[0].content == "Grüße"
+    path.write_text(text, "utf-8-sig")
+    with pytest.raises(RequestError, match=r"in.json line 2: \$: object contains unknown field"):
+        read_file(path)
