@@ -105,6 +105,8 @@ def _read_one(path: Path) -> GGUFFile:
     if header.take(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version = header.number("<u4")
+    if version and version % (1 << 24) == 0:
+        raise ValueError("it is big-endian; gguf_convert_endian.py of llama.cpp converts it")
     if version not in _VERSIONS:
         raise ValueError(f"version {version}")
     tensor_count, pair_count = header.number("<u8"), header.number("<u8")

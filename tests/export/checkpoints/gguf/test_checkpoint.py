@@ -206,7 +206,7 @@ def test_headers_with_any_byte_changed_are_read_or_rejected_in_one_line(tiny_fil
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [(0, b"GGML", "does not begin with GGUF"), (4, b"\x01\0\0\0", "version 1"),
-     (4, b"\0\0\0\x03", "version 50331648")],
+     (4, b"\0\0\0\x03", "big-endian; gguf_convert_endian"), (4, b"\0\0\x03\0", "version 196608")],
 )  # fmt: skip
 def test_headers_with_wrong_values_are_rejected(tiny_file, tmp_path, place, value, said):
     path = tmp_path / "other.gguf"
