@@ -189,6 +189,12 @@ def explain_full_disk(
     except Exception as error:
         if os_error(error) not in _FULL:
             raise
+        if os_error(error) == errno.EFBIG:
+            raise LimitError(
+                f"{os.strerror(errno.EFBIG)} in {shown or folder}: the file system or a limit of "
+                "the shell (ulimit -f) allows no file of this size",
+                hint="give a folder on another file system; FAT32 holds files below 4 GB",
+            ) from None
         # Before the folder is emptied: its files count as free.
         free = shutil.disk_usage(folder).free
         known = error.num_bytes if isinstance(error, NoSpaceError) else num_bytes

@@ -268,5 +268,5 @@ def test_a_failing_disk_leaves_nothing_half_written(command, tiny_checkpoint, tm
     work = tmp_path / "work"
     work.mkdir()
     result = _export(command, tiny_checkpoint, work / "out", preexec_fn=limit_file_size)
-    assert_one_line_error(result, f"File too large in {work}: more than", "bytes are needed")
+    assert_one_line_error(result, f"File too large in {work}: the file system", "ulimit -f")
     assert not list(work.iterdir())
