@@ -244,6 +244,8 @@ def test_invalid_commands_raise(conversation, tmp_path):
         ("image", "x.png", "takes text only"),
         ("save", str(tmp_path), "is a folder"),
         ("save", str(tmp_path / "no" / "file"), "no such folder"),
+        ("save", "a\0b", "is not a path"),
+        ("save", "~no-such-user/file", "is not a path"),
     ):
         with pytest.raises(EdgeLLMError, match=message):
             commands.run(conversation, name, value)
@@ -272,6 +274,9 @@ def test_images_go_with_the_next_message(tmp_path):
     (tmp_path / "broken.png").write_bytes(b"x")
     with pytest.raises(RequestError, match=r"broken\.png"):
         commands.run(conversation, "image", str(tmp_path / "broken.png"))
+    for wrong in ("a\0b", "~no-such-user/a.png", "~\0/a.png"):
+        with pytest.raises(RequestError, match="is not a path"):
+            commands.run(conversation, "image", wrong)
     _talk(conversation, "w20")
     content = conversation.turns[0]["content"]
     assert content[0] == {"type": "image", "image": str(picture)}

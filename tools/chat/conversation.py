@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ class Conversation:
                 "the engine takes text only",
                 hint="give the folder of a visual engine as --multimodalEngineDir",
             )
-        found = str(path.expanduser().absolute())
+        found = str(_expanded(path).absolute())
         self.llm.images.see([found], Path.cwd())
         self.images.append(found)
 
@@ -109,7 +110,7 @@ class Conversation:
         Raises:
             EdgeLLMError: the file cannot be written.
         """
-        path = path.expanduser()
+        path = _expanded(path)
         check_output_file(path)
         content = {"requests": [{"messages": self.messages}]}
         replace_file(path, json.dumps(content, indent=4, ensure_ascii=False) + "\n")
@@ -134,3 +135,19 @@ class Conversation:
         except RequestError:
             return False
         return True
+
+
+def _expanded(path: Path) -> Path:
+    """A path that a user typed, with the home folder in place of ~.
+
+    Raises:
+        RequestError: it contains a zero byte, or names an unknown user.
+    """
+    try:
+        found = path.expanduser()
+        os.fsencode(found)
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(f"{str(path)!r} is not a path: {error}", hint="give a path") from None
+    if "\0" in str(found):
+        raise RequestError(f"{str(path)!r} is not a path: a zero byte", hint="give a path")
+    return found
