@@ -13,6 +13,7 @@ from typing import Any
 
 _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
 _SPACE, _NEXT = re.compile(r"\s*"), re.compile(r"[\s:,]*")
+BOM = "\ufeff"
 _DECODER = json.JSONDecoder()
 
 
@@ -21,7 +22,7 @@ class DuplicateKeyError(ValueError):
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """The value of a JSON text; a byte order mark before it, as Windows writes it, is ignored.
 
     Raises:
         DuplicateKeyError: with the key's path from the top, $.
@@ -38,6 +39,8 @@ def parse(text: str | bytes) -> Any:
             kept.append(found)
         return found
 
+    if isinstance(text, str):
+        text = text.removeprefix(BOM)
     try:
         value = json.loads(text, object_pairs_hook=collect)
     except RecursionError:
@@ -68,6 +71,7 @@ def line_of(text: str, path: str) -> int:
         text: the JSON, which parses.
         path: from the top, as in "$.requests[0].messages".
     """
+    text = text.removeprefix(BOM)
     begin, at = 0, _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches anything
     for key, index in _STEPS.findall(path):
         found = _entries(text, at)

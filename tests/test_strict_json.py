@@ -77,3 +77,15 @@ def test_lines_of_values(indent):
     assert line_of(text, "$") == 1
     assert line_of(text, "$.requests[7].x") == line_of(text, "$.requests")
     assert line_of(text, "$.a.b[0].x") == line_of(text, "$.a.b[0]")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json",
+                                  "tokenizer_config.json"])  # fmt: skip
+def test_checkpoints_may_begin_with_a_byte_order_mark(tiny_checkpoint, tmp_path, name):
+    plain = open_checkpoint(str(tiny_checkpoint))
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
+    (folder / name).write_text((folder / name).read_text("utf-8"), "utf-8-sig")
+    found = open_checkpoint(str(folder))
+    assert found.config == plain.config
+    assert found.generation_config == plain.generation_config
+    assert found.tokenizer_files == plain.tokenizer_files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib.util
 import json
 import tempfile
@@ -55,7 +56,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
                 f"{folder} has no tokenizer.json", hint="copy the tokenizer beside the weights"
             )
         return _convert_slow(folder)
-    files = {TOKENIZER: (folder / TOKENIZER).read_bytes()}
+    files = {TOKENIZER: _without_bom(folder / TOKENIZER)}
     try:
         tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
         config = _read_config(folder, files)
@@ -120,11 +121,16 @@ def _last(tokenizer: Tokenizer) -> tuple[str, int]:
     return max(ids.items(), key=lambda item: item[1], default=("", -1))
 
 
+def _without_bom(path: Path) -> bytes:
+    """The bytes of a JSON file, without a mark that `tokenizers` and transformers reject."""
+    return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+
+
 def _read_config(folder: Path, files: dict[str, bytes]) -> dict[str, Any]:
     """Read tokenizer_config.json into `files`; older folders have tokens in a separate file."""
     config: dict[str, Any] = {}
     if (folder / TOKENIZER_CONFIG).exists():
-        files[TOKENIZER_CONFIG] = (folder / TOKENIZER_CONFIG).read_bytes()
+        files[TOKENIZER_CONFIG] = _without_bom(folder / TOKENIZER_CONFIG)
         config = _object(files[TOKENIZER_CONFIG], TOKENIZER_CONFIG)
     # transformers reads the second file if the first does not list the added tokens.
     if "added_tokens_decoder" not in config and (folder / _SPECIAL_TOKENS).exists():
