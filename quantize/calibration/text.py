@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -180,8 +180,34 @@ def _shown(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> str:
         return entry["text"].strip() + "\n\n"
     messages = entry["messages"]
     if getattr(tokenizer, "chat_template", None):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return templated(messages, tokenizer)
     return "".join(f"{message['content'].strip()}\n\n" for message in messages)
+
+
+def templated(
+    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> str:
+    """Apply the chat template; a system message that it rejects begins the user's message.
+
+    Templates without a system role are Gemma 2's and Mistral 0.1's.
+
+    Raises:
+        TemplateError: the template rejects the messages, also without a system message.
+    """
+
+    def applied(shown: Sequence[Mapping[str, str]]) -> str:
+        return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
+
+    first, *rest = messages
+    if first["role"] != "system" or not rest:
+        return applied(messages)
+    try:
+        return applied(messages)
+    except TemplateError:
+        if rest[0]["role"] != "user":
+            return applied(rest)
+        text = f"{first['content']}\n\n{rest[0]['content']}"
+        return applied([{"role": "user", "content": text}, *rest[1:]])
 
 
 def kind_of(entry: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.graph.architecture import end_ids
 from edgellm.quantize.calibration.hidden_states import write_text
-from edgellm.quantize.calibration.text import DEFAULT, kind_of, read_lines, text_file
+from edgellm.quantize.calibration.text import DEFAULT, kind_of, read_lines, templated, text_file
 from edgellm.quantize.metrics.divergence import GreedyOutput, Ids
 
 _OWN = Path(__file__).with_name("questions.jsonl")
@@ -86,10 +86,8 @@ def _prompt(entry: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tup
         if not messages:
             raise ValueError("a conversation without a question")
         if getattr(tokenizer, "chat_template", None):
-            shown = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(str(shown), add_special_tokens=False)["input_ids"]
+            shown = templated(messages, tokenizer, add_generation_prompt=True)
+            ids = tokenizer(shown, add_special_tokens=False)["input_ids"]
         else:
             ids = tokenizer("".join(f"{each['content'].strip()}\n\n" for each in messages))[
                 "input_ids"

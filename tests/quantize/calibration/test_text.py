@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import numpy as np
 import pytest
 from conftest import write_tokenizer
+from jinja2 import TemplateError
 from quantize_cases import write_text
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.quantize.calibration.text import load_tokenizer, read_calibration
+from edgellm.quantize.calibration.text import load_tokenizer, read_calibration, templated
 
 OPTIONS = {"num_samples": 20, "num_held_out": 4, "seq_len": 16, "vocab_size": 96, "seed": 0}
 
@@ -108,3 +110,36 @@ def test_lines_may_contain_other_line_ends(tokenizer, tmp_path):
     line = {"text": " ".join(f"w{n}" for n in range(9, 90)) + " w90\u2028w91"}
     path.write_text((json.dumps(line, ensure_ascii=False) + "\n") * 1, "utf-8")
     assert len(read_calibration(str(path), tokenizer, **OPTIONS).rows) > 0
+
+
+_REFUSES = "{%- if messages[0].role == 'system' %}{{ raise_exception('no system') }}{%- endif %}"
+_TEMPLATE = (
+    _REFUSES + "{% for each in messages %}{{ each.role }} : {{ each.content }} . {% endfor %}"
+)
+SYSTEM, USER, ASSISTANT = (
+    {"role": role, "content": f"w{20 + at}"}
+    for at, role in enumerate(["system", "user", "assistant"])
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        ([SYSTEM, USER, ASSISTANT], "user : w20\n\nw21 . assistant : w22 . "),
+        ([SYSTEM, ASSISTANT], "assistant : w22 . "),
+        ([USER, ASSISTANT], "user : w21 . assistant : w22 . "),
+    ],
+)
+def test_templates_without_a_system_role(tokenizer, messages, shown):
+    """Gemma 2's and Mistral 0.1's raise an error; its text then begins the user's turn."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = _TEMPLATE
+    assert templated(messages, tokenizer) == shown
+    with pytest.raises(TemplateError):
+        templated([SYSTEM], tokenizer)
+
+
+def test_the_own_text_suits_templates_without_a_system_role(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = _TEMPLATE
+    assert len(read_calibration("default", tokenizer, **OPTIONS).rows) == 20
