@@ -146,7 +146,7 @@ class Press:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Press())
-getattr(launch, sys.argv[1])()
+getattr(entry_points, sys.argv[1])()
 """
 
 
