@@ -19,6 +19,7 @@ from edgellm.device_runtime.kernels.library import register
 
 CPU, CUDA = "cpu", "cuda"  # device names of OrtValues
 KEPT_ROWS = 128  # tokens; bindings of larger passes (prefills) are not cached
+_FIRST_WITH_OPSET_24 = (1, 24)
 _BORROWS = (1, 31)  # first ONNX Runtime that uses weights from the caller's memory map
 _PACKED = b"prepacked_"  # prefix of prepacked weights in its graphs
 _TYPES = {
@@ -111,8 +112,14 @@ def load_in_memory(
         threads: 0: all cores.
 
     Raises:
-        BrokenArtifactError: ONNX Runtime rejects the graph.
+        BrokenArtifactError: ONNX Runtime rejects the graph, or is too old for portable graphs.
     """
+    if _version() < _FIRST_WITH_OPSET_24:  # it cannot take weights from memory either
+        raise BrokenArtifactError(
+            f"portable graphs have opset 24, which onnxruntime {ort.__version__} does not know; "
+            "version 1.24 (Python 3.11 or newer) does",
+            hint="install onnxruntime 1.24 or newer (Python 3.11 or newer)",
+        )
     options = ort.SessionOptions()
     set_threads(options, threads)
     options.log_severity_level = 3
@@ -134,6 +141,10 @@ def _lend(options: ort.SessionOptions, weights: Mapping[str, mmap.mmap]) -> None
         )
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in ort.__version__.split(".")[:2])
+
+
 def maps_weights(path: Path) -> bool:
     """Whether a session of a graph with edgellm's operators uses mapped weights.
 
@@ -141,8 +152,7 @@ def maps_weights(path: Path) -> bool:
     mapped weights again into its own memory.
     """
     file = path.with_suffix(".data")
-    version = tuple(int(part) for part in ort.__version__.split(".")[:2])
-    if version < _BORROWS or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if _version() < _BORROWS or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
     if not file.exists() or not file.stat().st_size:  # all weights are in the graph
         return False

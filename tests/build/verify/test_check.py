@@ -31,6 +31,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.onnx_functions import FUNCTIONS
+from edgellm.device_runtime.runners import onnxruntime_graphs
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
@@ -307,6 +308,22 @@ def test_the_check_is_skipped_without_enough_memory(bundles, tmp_path, monkeypat
     monkeypatch.setattr(reference, "available_memory_bytes", lambda: 1 << 10)
     built = build_engine("llm", bundle, tmp_path / "e", PLAN, "onnxruntime", _silent)
     assert "of memory, 0 are available" in built.options["checks"][0]
+
+
+@pytest.mark.parametrize(
+    "version", ["1.22.0", "1.23.2"]
+)  # the oldest allowed, Python 3.10's newest
+def test_an_onnx_runtime_without_opset_24_builds_unchecked(bundles, tmp_path, monkeypatch, version):
+    """Its sessions take no weights from memory either."""
+    bundle = bundles.make("eagle_base", "fp16", "fp32")
+    monkeypatch.setattr(onnxruntime_graphs.ort, "__version__", version)
+    monkeypatch.setattr(onnxruntime_graphs, "_lend", None)
+    built = build_engine("llm", bundle, tmp_path / "e", PLAN, "onnxruntime", _silent)
+    (said,) = built.options["checks"]
+    assert said == (
+        "decoder: not compared with the portable graph: portable graphs have opset 24, which "
+        f"onnxruntime {version} does not know; version 1.24 (Python 3.11 or newer) does"
+    )
 
 
 def test_an_older_onnx_runtime_compares_with_the_lowered_graph(bundles, tmp_path, monkeypatch):
