@@ -11,7 +11,8 @@ RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1
 # They count what a server does in a time, so they run after the others.
 ALONE = $(addprefix tests/tools/serve/test_,aiperf.py clients.py hostile.py hybrids.py load.py)
 
-.PHONY: adversary bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types quick-tests clean
+.PHONY: adversary bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types \
+	quick-tests wheel clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -80,6 +81,10 @@ gpu-proof:
 # The same script on fakes, which shows that it runs; CI does so.
 gpu-proof-dry: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python benchmarks/gpu_proof.py --dry --output $(TEST_VENV)/gpu-proof
+
+# A wheel with compiled kernels, in dist/; `make wheel ARCH=aarch64` needs g++-aarch64-linux-gnu.
+wheel:
+	$(if $(ARCH),CXX=$(ARCH)-linux-gnu-g++) $(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV)

@@ -62,6 +62,14 @@ def units(machine: str) -> dict[str, tuple[str, ...]]:
     return {**dict.fromkeys(_ANY, ()), **_UNITS.get(_SAME.get(machine, machine), {})}
 
 
+def machine_of(cxx: str) -> str:
+    """The processor that a compiler compiles for: another one if its target triple says so."""
+    said = subprocess.run([cxx, "-dumpmachine"], capture_output=True, text=True, check=False)
+    first, here = said.stdout.partition("-")[0], platform.machine()
+    target = _SAME.get(first, first)
+    return target if target in _UNITS and target != _SAME.get(here, here) else here
+
+
 def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
     """A hash of sources, flags and compiler version."""
     digest = hashlib.sha256(repr((units(machine), _COMMON, flags)).encode())
@@ -72,26 +80,31 @@ def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
     return digest.hexdigest()[:16]
 
 
-def cached_library(cxx: str) -> Path:
-    """The library for this machine, compiled if it is not cached.
+def cached_library(cxx: str, machine: str = "") -> Path:
+    """The library, compiled if it is not cached.
+
+    Args:
+        cxx: the compiler.
+        machine: the processor that it compiles for; "": this one.
 
     Raises:
         NoCompilerError: as `compile_library`.
         OSError: the cache's folder cannot be written.
     """
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edgellm", "kernels")
-    target = root / fingerprint(cxx, platform.machine()) / LIBRARY
+    machine = machine or platform.machine()
+    target = root / fingerprint(cxx, machine) / LIBRARY
     if not target.exists():
-        compile_library(target, cxx)
+        compile_library(target, cxx, machine)
     return target
 
 
-def compile_library(target: Path, cxx: str) -> None:
+def compile_library(target: Path, cxx: str, machine: str) -> None:
     """Write the shared library to `target`; raises `NoCompilerError` with the compiler's message.
 
     The write is atomic, also if several processes compile concurrently.
     """
-    _compile(target, [cxx, "-shared"], units(platform.machine()), ())
+    _compile(target, [cxx, "-shared"], units(machine), ())
 
 
 def compile_program(

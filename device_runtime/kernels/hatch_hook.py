@@ -1,12 +1,14 @@
 """Adds the compiled kernels to a wheel; without a compiler the wheel is pure Python.
 
-EDGELLM_KERNELS=0 omits the kernels. Editable installs compile at first use.
+EDGELLM_KERNELS=0 omits the kernels. Editable installs compile at first use. CXX may name a cross
+compiler: the wheel is for the processor that it compiles for.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -35,12 +37,18 @@ class KernelHook(BuildHookInterface):
         if version == "editable" or cxx is None or os.environ.get("EDGELLM_KERNELS") == "0":
             return
         try:
-            library = compiling.cached_library(cxx)
+            machine = compiling.machine_of(cxx)
+            library = compiling.cached_library(cxx, machine)
         except (compiling.NoCompilerError, OSError) as error:
             self.app.display_warning(f"the kernels are left out: {str(error).splitlines()[0]}")
             return
         inside = f"device_runtime/kernels/prebuilt/{compiling.LIBRARY}"
         build_data["force_include"][str(library)] = inside  # "edgellm/" is put before it
         build_data["pure_python"] = False
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{platform}"
+        build_data["tag"] = f"py3-none-{_platform_tag(machine)}"
+
+
+def _platform_tag(machine: str) -> str:
+    """This platform, or Linux on another processor."""
+    own = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return own if machine == platform.machine() else f"linux_{machine}"

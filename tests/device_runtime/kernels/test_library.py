@@ -73,6 +73,57 @@ def test_a_wheel_carries_the_kernels(tmp_path, monkeypatch):
         } <= set(names)
 
 
+CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+needs_emulator = pytest.mark.skipif(
+    CROSS is None or EMULATOR is None, reason="needs g++-aarch64-linux-gnu and qemu-user-static"
+)
+LOADER = """
+#include <cstdio>
+#include <dlfcn.h>
+int main(int, char** arguments) {
+  void* library = dlopen(arguments[1], RTLD_NOW);
+  if (library == nullptr) return std::fprintf(stderr, "%s", dlerror()), 1;
+  auto name = reinterpret_cast<const char* (*)(int)>(dlsym(library, "edgellm_instruction_set"));
+  for (int at = 0; name(at) != nullptr; ++at) std::puts(name(at));
+}
+"""
+
+
+@needs_emulator
+def test_a_cross_compiler_makes_a_wheel_that_loads_on_arm(tmp_path, monkeypatch):
+    builders = pytest.importorskip("hatchling.builders.wheel")
+    monkeypatch.setenv("CXX", str(CROSS))
+    builder = builders.WheelBuilder(str(Path(__file__).parents[3]))
+    wheel = Path(next(builder.build(directory=str(tmp_path), versions=["standard"])))
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    kernels = f"edgellm/device_runtime/kernels/prebuilt/{compiling.LIBRARY}"
+    made = zipfile.ZipFile(wheel).extract(kernels, tmp_path)
+    (tmp_path / "loader.cpp").write_text(LOADER)
+    loader = tmp_path / "loader"
+    subprocess.run([str(CROSS), tmp_path / "loader.cpp", "-o", loader], check=True)
+    emulated = [str(EMULATOR), "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", loader, made]
+    result = subprocess.run(emulated, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["neon_i8mm", "neon_dotprod", "scalar"], result.stderr
+
+
+@pytest.mark.parametrize(
+    ("triple", "machine", "expected"),
+    [
+        ("aarch64-linux-gnu", "x86_64", "aarch64"),
+        ("x86_64-pc-linux-gnu", "x86_64", "x86_64"),
+        ("arm64-apple-darwin23", "arm64", "arm64"),  # a processor's name on its own system
+        ("arm-linux-gnueabihf", "aarch64", "aarch64"),
+        ("", "x86_64", "x86_64"),
+    ],
+)
+def test_a_compiler_names_its_processor(tmp_path, monkeypatch, triple, machine, expected):
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\necho {triple}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert compiling.machine_of(str(compiler)) == expected
+
+
 def test_a_source_distribution_has_the_headers(tmp_path):
     builders = pytest.importorskip("hatchling.builders.sdist")
     builder = builders.SdistBuilder(str(Path(__file__).parents[3]))
@@ -94,11 +145,9 @@ def self_test(name, cxx, machine, flags, run):
     return subprocess.run([*run, program], capture_output=True, text=True, check=False)
 
 
+@needs_emulator
 def test_neon_has_the_bits_of_the_reference():
-    cxx, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
-    if cxx is None or emulator is None:
-        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
-    result = self_test("neon", cxx, "aarch64", ("-static",), [emulator, "-cpu", "max"])
+    result = self_test("neon", str(CROSS), "aarch64", ("-static",), [str(EMULATOR), "-cpu", "max"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines() == [
         "neon_i8mm: 0 faults", "neon_dotprod: 0 faults", "scalar: 0 faults",
