@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import onnxruntime as ort
 
 from edgellm.build.host_info import trim
 from edgellm.build.lowering.linears.round_int4 import load_portable, rounded_weights
@@ -50,6 +49,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     open_runner,
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: ONNX Runtime's attention; edgellm's kernels
 _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # float products with unrounded inputs

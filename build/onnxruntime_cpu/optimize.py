@@ -8,8 +8,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import onnxruntime as ort
-
 from edgellm.build.verify.check import largest_error
 from edgellm.build.verify.reference import Numbers
 from edgellm.core.errors import EdgeLLMError
@@ -21,6 +19,7 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
     maps_weights,
     set_threads,
 )
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _PACKED_TWICE = 2  # a file with prepacked weights holds them as they were, too
 _SAVED = 1e-3  # relative; one graph, loaded twice

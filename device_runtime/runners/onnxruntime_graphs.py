@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.device_runtime.kernels.library import register
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 CPU, CUDA = "cpu", "cuda"  # device names of OrtValues
 KEPT_ROWS = 128  # tokens; bindings of larger passes (prefills) are not cached

@@ -25,12 +25,12 @@ def available() -> str:
         EdgeLLMError: not installed, or too old.
     """
     try:
-        import onnxruntime
+        from edgellm.device_runtime.runners.onnxruntime_import import ort
     except ImportError:
         raise EdgeLLMError(
             "onnxruntime is not installed", hint="in edgellm's folder: pip install '.[device]'"
         ) from None
-    version = onnxruntime.__version__
+    version = ort.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
         raise EdgeLLMError(
             f"onnxruntime {version} is too old", hint="pip install --upgrade onnxruntime"

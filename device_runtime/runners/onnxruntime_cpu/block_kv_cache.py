@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import SPARE_ROWS, KVCacheSpec, pool_pages, table_pages
 from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _NOWHERE = -1  # in block tables, for no block
 

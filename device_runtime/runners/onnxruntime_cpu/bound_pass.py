@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import NOT_ROWS
 from edgellm.device_runtime.runners.onnxruntime_graphs import Held, dtype_of
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 
 def _is_bound(name: str) -> bool:

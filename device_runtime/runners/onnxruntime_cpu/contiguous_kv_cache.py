@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 
 class ContiguousKVCache:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
@@ -23,6 +22,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
 )
 from edgellm.device_runtime.runners.onnxruntime_cpu.contiguous_kv_cache import ContiguousKVCache
 from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 from edgellm.device_runtime.runners.outputs import FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.runner import Inputs, Runner
 from edgellm.device_runtime.runners.slot_kv_cache import SlotPool

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import onnxruntime as ort
-
 from edgellm.core import graph_io
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
@@ -22,6 +20,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.padded_batch import (
     shares,
 )
 from edgellm.device_runtime.runners.onnxruntime_cuda.runner import CudaRunner
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 from edgellm.device_runtime.runners.outputs import Outputs
 from edgellm.device_runtime.runners.slot_kv_cache import SlotPool, slot_cache
 

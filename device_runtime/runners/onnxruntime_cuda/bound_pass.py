@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import Buffers, allocate
 from edgellm.device_runtime.runners.onnxruntime_cuda.size_buckets import Sizes
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU, Held, dtype_of
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _ON_DEVICE = (graph_io.LOGITS, graph_io.HIDDEN_TAPS)  # until they are fetched
 _ALL_ROWS = (graph_io.HIDDEN_TAPS,)  # outputs of all tokens; others have selected tokens

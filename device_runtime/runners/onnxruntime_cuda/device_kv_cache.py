@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
@@ -20,6 +19,7 @@ from edgellm.device_runtime.runners.onnxruntime_cuda.attention_inputs import (
     slot_indices,
 )
 from edgellm.device_runtime.runners.onnxruntime_graphs import CPU
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _FIRST = np.zeros(1, np.int64)
 

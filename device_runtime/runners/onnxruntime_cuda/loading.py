@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import external_data_helper, helper
 
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA, GraphOptions, load_graph
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _LAID_OUT = ("MatMulNBits",)  # operators whose weights a session repacks for tensor cores
 _INT_GEMM_ENTRY = "ep.cuda.fpa_intb_gemm"  # a session option; older versions ignore it

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.runners.lora_slots import AdapterPlaces
 from edgellm.device_runtime.runners.onnxruntime_cuda.device_kv_cache import allocate
 from edgellm.device_runtime.runners.onnxruntime_graphs import input_types
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 
 class DeviceAdapters(AdapterPlaces):

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.onnxruntime_cuda import engine_options
 from edgellm.device_runtime.runners.onnxruntime_graphs import CUDA
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 PROVIDER = "CUDAExecutionProvider"
 MINIMUM_VERSION = (1, 23)  # the first whose MatMulNBits takes 8 bits on CUDA

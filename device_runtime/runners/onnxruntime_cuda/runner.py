@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
@@ -42,6 +41,7 @@ from edgellm.device_runtime.runners.onnxruntime_graphs import (
     input_types,
     run_arrays,
 )
+from edgellm.device_runtime.runners.onnxruntime_import import ort
 from edgellm.device_runtime.runners.outputs import FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.runner import Inputs, Runner
 from edgellm.device_runtime.runners.slot_kv_cache import SlotPool
