@@ -6,6 +6,8 @@ DEMO_VENV := .venv-demo
 QUICK_VENV := .venv-quick
 TEST_VENV := .venv
 MINUTES ?= 60
+# Compiled modules are kept: the tests start a thousand processes.
+export PYTHONDONTWRITEBYTECODE :=
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
 # They count what a server does in a time, so they run after the others.
