@@ -17,17 +17,17 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
 from edgellm.device_runtime.networks.sequence_kv import SequenceKV
-from edgellm.device_runtime.prefix_cache.finished_sequences import (
-    MAX_FINISHED,
-    Finished,
-    FinishedSequences,
-)
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
     PINNED_BYTES,
     CachedNetwork,
     PinnedPrefix,
     PinnedPrefixes,
     count_common,
+)
+from edgellm.device_runtime.prefix_cache.prefix_cache import (
+    MAX_FINISHED,
+    CachedPrefix,
+    PrefixCache,
 )
 from edgellm.device_runtime.request_faults import Confined
 
@@ -62,7 +62,7 @@ class KVCacheManager:
         self.steps_together = base.max_batch_size > 1  # whether sequences share passes
         self.block_size = base.block_size if self.steps_together else 1  # positions of a KV block
         self._begun: dict[Sequence, tuple[Any, ...]] = {}  # KV caches in all networks
-        self._finished = FinishedSequences(_max_finished(base))
+        self._finished = PrefixCache(_max_finished(base))
         for network in self._networks:
             network.on_shortage(self._evict)
         self._spare: int | None = None  # positions that eviction would free; None: unknown
@@ -140,7 +140,7 @@ class KVCacheManager:
                     sequence.drafter.drop()
             # The KV cache of a failed sequence may hold anything, such as NaN.
             if self._reuses_context and sequence.num_rows and sequence.failure is None:
-                self._finished.add(Finished(sequence.keys[: sequence.num_rows + 1], kvs))
+                self._finished.add(CachedPrefix(sequence.keys[: sequence.num_rows + 1], kvs))
             else:
                 _free(kvs)
 
@@ -164,7 +164,7 @@ class KVCacheManager:
         """The reused length of the prompt, and the KV caches that the sequence continues."""
         self._spare = None
         held, found = self._best(sequence)
-        if isinstance(found, Finished):
+        if isinstance(found, CachedPrefix):
             if not self.steps_together or (held and held >= len(found.keys) - 1):
                 return held, self._finished.take(found)
             if held:
@@ -174,17 +174,17 @@ class KVCacheManager:
             return held, _fork(found)
         return 0, tuple(network.new_kv() for network in self._networks)
 
-    def _best(self, sequence: Sequence) -> tuple[int, Finished | tuple[Any, ...] | None]:
+    def _best(self, sequence: Sequence) -> tuple[int, CachedPrefix | tuple[Any, ...] | None]:
         """The longest cached prefix of a prompt, in all caches that it needs, and its owner."""
         if not self._reuses_context:
             return 0, None
         keys = sequence.prompt.keys
         needed = len(self._networks) if sequence.drafter is not None else 1
-        best: tuple[int, Finished | tuple[Any, ...] | None] = (-1, None)
+        best: tuple[int, CachedPrefix | tuple[Any, ...] | None] = (-1, None)
         for found in (*self._finished.all, *self._begun.values()):
-            kvs = found.kvs if isinstance(found, Finished) else found
+            kvs = found.kvs if isinstance(found, CachedPrefix) else found
             held = min(kv.num_cached(keys) for kv in kvs[:needed])
-            if held > best[0] or (held == best[0] and isinstance(found, Finished)):
+            if held > best[0] or (held == best[0] and isinstance(found, CachedPrefix)):
                 best = held, found
         return max(best[0], 0), best[1]
 
@@ -205,7 +205,7 @@ class KVCacheManager:
         if not (self._reuses_context and self.base.max_pass_tokens):
             return
         self._spare = None
-        self._finished.add(Finished(sequence.keys, _fork(self._begun[sequence])))
+        self._finished.add(CachedPrefix(sequence.keys, _fork(self._begun[sequence])))
 
     def set_up(self, kv: SequenceKV, prompt: Prompt) -> None:
         """Set a prompt's images and adapter in a KV cache of the base, before prefill.

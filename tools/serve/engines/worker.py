@@ -242,7 +242,7 @@ class Worker:
 
     def _generate(self, job: Job, answers: list[RequestOutput], began: float) -> None:
         """Generate the sequences of a job concurrently, and post their events."""
-        times = {answer: _StepTimes(at) for at, answer in enumerate(answers)}
+        times = {answer: _StepTimes(at=at) for at, answer in enumerate(answers)}
 
         def on_steps(answer: RequestOutput, steps: tuple[Step, ...]) -> None:
             one = times[answer]
@@ -275,7 +275,7 @@ class Worker:
         one.latest = now
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _StepTimes:
     """Times of the first and the latest step of a sequence, and its counted tokens."""
 

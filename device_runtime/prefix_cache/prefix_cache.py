@@ -1,4 +1,4 @@
-"""Prefix pool: finished sequences whose KV blocks remain cached for prompts with equal prefixes.
+"""Prefix cache: finished sequences whose KV blocks remain cached for prompts with equal prefixes.
 
 They keep their blocks until others need them. Eviction is by cost: length times age, where age
 counts sequences since the last use.
@@ -16,7 +16,7 @@ MAX_FINISHED = 64  # each is compared with every prompt
 
 
 @dataclass(slots=True, eq=False)
-class Finished:
+class CachedPrefix:
     """A finished sequence."""
 
     keys: list[RowKey]  # of its positions and the next token; perhaps of a prompt alone
@@ -25,14 +25,14 @@ class Finished:
 
 
 @dataclass(slots=True)
-class FinishedSequences:
+class PrefixCache:
     """All finished sequences of an engine."""
 
     maximum: int = MAX_FINISHED
-    all: list[Finished] = field(default_factory=list)  # the most recently used is the last
+    all: list[CachedPrefix] = field(default_factory=list)  # the most recently used is the last
     _clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    def add(self, one: Finished) -> None:
+    def add(self, one: CachedPrefix) -> None:
         """Add a sequence; free those that it contains."""
         for other in [other for other in self.all if self._serves(one, other)]:
             self.free(other)
@@ -45,13 +45,13 @@ class FinishedSequences:
         while len(self.all) > self.maximum:
             self.free(self.all[0])
 
-    def use(self, one: Finished) -> None:
+    def use(self, one: CachedPrefix) -> None:
         """Record that a prompt reuses its prefix."""
         one.used = next(self._clock)
         self.all.remove(one)
         self.all.append(one)
 
-    def take(self, one: Finished) -> tuple[Any, ...]:
+    def take(self, one: CachedPrefix) -> tuple[Any, ...]:
         """Remove a sequence, and return its KV caches for another to continue."""
         self.all.remove(one)
         return one.kvs
@@ -64,12 +64,12 @@ class FinishedSequences:
         self.free(max(self.all, key=lambda one: len(one.keys) * (now - one.used)))
         return True
 
-    def free(self, one: Finished) -> None:
+    def free(self, one: CachedPrefix) -> None:
         """Free a sequence."""
         self.all.remove(one)
         self._close(one)
 
-    def _serves(self, one: Finished, other: Finished) -> bool:
+    def _serves(self, one: CachedPrefix, other: CachedPrefix) -> bool:
         """Whether a prompt can continue from all positions of `other` in `one`."""
         keys = other.keys[:-1]
         if not _begins(one.keys, keys):
@@ -77,7 +77,7 @@ class FinishedSequences:
         pairs = zip(one.kvs, other.kvs, strict=True)
         return all(mine.num_cached(keys) >= its.num_cached(keys) for mine, its in pairs)
 
-    def _close(self, one: Finished) -> None:
+    def _close(self, one: CachedPrefix) -> None:
         for kv in one.kvs:
             kv.free()
 
