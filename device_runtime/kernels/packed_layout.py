@@ -27,7 +27,8 @@ _BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
 _LARGEST_OFFSET = 2.0**14  # relative to the multiplier, at least half of the largest
 _HEADER = struct.Struct("<8s7I f Q I 12x")
 _OF_HALVES = 2.0**8  # FP8 value divided by the FP16 value of the same bits
-_WEIGHTS_AT_ONCE = 1 << 22
+_WEIGHTS_AT_ONCE = 1 << 20
+_TIMES_CODES = 4  # as many codes at once as floats: they take a fraction of the memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +154,13 @@ def pack_codes(
         yield records(form, words, scales[part], found, multiplier)
 
 
-def channel_slices(form: PackedForm) -> Iterator[slice]:
-    """Chunks of channels, small enough for several copies of their weights in memory."""
-    step = max(GROUP, _WEIGHTS_AT_ONCE // form.in_features // GROUP * GROUP)
+def channel_slices(form: PackedForm, *, keeps_codes: bool = False) -> Iterator[slice]:
+    """Chunks of channels, small enough for several copies of their weights in memory.
+
+    `keeps_codes`: the weights are stored as codes and are not decoded.
+    """
+    weights = _WEIGHTS_AT_ONCE * (_TIMES_CODES if keeps_codes else 1)
+    step = max(GROUP, weights // form.in_features // GROUP * GROUP)
     for first in range(0, form.out_features, step):
         yield slice(first, min(first + step, form.out_features))
 

@@ -77,19 +77,17 @@ class Joined(_Made):
         return (low - np.uint8(1 << (form.bits - 1))).view(np.int8) if form.is_signed else low
 
 
-def _parts_of_bytes(bits: int) -> np.ndarray:
-    """For each byte its parts of some bits, a byte for each, the lowest bits first: [256]."""
-    parts = np.arange(256, dtype=np.uint8)[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)
-    parts &= np.uint8((1 << bits) - 1)
-    return parts.view(np.dtype(f"u{8 // bits}")).ravel()
-
-
-_PARTS = {bits: _parts_of_bytes(bits) for bits in (1, 2, 4)}
-
-
 def _spread(plane: np.ndarray, bits: int) -> np.ndarray:
     """The parts of all codes, uint8 [..., in]."""
-    return np.take(_PARTS[bits], plane).view(np.uint8)
+    words = plane.astype(f"<u{8 // bits}")
+    half = 4
+    while half >= bits:  # halves move apart, until each part has a byte of its own
+        distance = 8 * half // bits
+        words |= words << words.dtype.type(distance - half)
+        ones = sum(((1 << half) - 1) << at for at in range(0, 8 * words.itemsize, distance))
+        words &= words.dtype.type(ones)
+        half //= 2
+    return words.view(np.uint8)
 
 
 def stored_pairs(tensor: ir.TensorProtocol) -> tuple[np.ndarray, int] | None:

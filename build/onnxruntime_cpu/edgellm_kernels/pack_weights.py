@@ -110,7 +110,8 @@ def packed_bytes(
     `order` of the output channels, None: unchanged.
     """
     order = np.arange(form.out_features) if order is None else order
-    slices = [order[part] for part in channel_slices(form)]
+    has_codes = form.takes_codes and keeps_codes(weight, form.kind)
+    slices = [order[part] for part in channel_slices(form, keeps_codes=has_codes)]
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         multiplier, pack = _packer(form, weight, slices, threads)
         yield form.header(multiplier)
