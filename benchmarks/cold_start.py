@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from harness import checkpoints, command, engines
+from harness import command
+from harness.models import checkpoints, engines
 from harness.results import Report
 
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from harness import checkpoints, command, engines, random_gguf, random_weights
-from harness.pass_process import CONTEXT, Process
+from harness import command
+from harness.models import checkpoints, engines, random_gguf, random_weights
+from harness.processes.pass_process import CONTEXT, Process
 from harness.results import Report
 from harness.timing import alternating, speedup
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-from harness import checkpoints, command, random_gguf, random_weights
+from harness import command
+from harness.models import checkpoints, random_gguf, random_weights
 from harness.results import Report
 from harness.timing import (
     Cost,

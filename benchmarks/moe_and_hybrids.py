@@ -43,9 +43,10 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import onnxruntime as ort
-from harness import command, random_gguf
-from harness.engines import silent
-from harness.pass_process import Process
+from harness import command
+from harness.models import random_gguf
+from harness.models.engines import silent
+from harness.processes.pass_process import Process
 from harness.results import Report
 from harness.timing import alternating, clock_of, elapsed_ms, folder_bytes, memory_bytes
 from onnx import helper, numpy_helper

@@ -32,12 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import checkpoints, command, output_process, prompts, vllm_process
-from harness.engines import EAGLE3, drafted_engine, plain_engine, plan_of
-from harness.pass_process import Process
-from harness.quantized import compressed
+from harness import command, prompts
+from harness.models import checkpoints
+from harness.models.engines import EAGLE3, drafted_engine, plain_engine, plan_of
+from harness.models.quantized import compressed
+from harness.processes import output_process, vllm_process
+from harness.processes.pass_process import Process
+from harness.processes.vllm_venv import VLLM, vllm_python
 from harness.results import Report
-from harness.vllm_venv import VLLM, vllm_python
 
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.api.llm import LLM

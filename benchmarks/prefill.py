@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from harness import command, engines
-from harness.checkpoints import smollm2_folder
+from harness import command
+from harness.models import engines
+from harness.models.checkpoints import smollm2_folder
 from harness.results import Report
 from harness.timing import alternating, clock_of, elapsed_ms, speedup
 

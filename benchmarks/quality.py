@@ -11,8 +11,8 @@ onnxruntime-genai's default int4. All run on the same windows of code, sums and 
 kernels' own quantization of activations. Schemes for GPUs appear a second time, with inputs
 quantized as on GPUs. Megabytes are those of a bundle (of the engine if the build quantizes), a GGUF
 file or genai's model. The weights of the file are on a 4-bit grid (`--off_grid`:
-`harness/off_grid.py`), and a model of 135 M parameters loses more by quantization than one of 8 B:
-compare rows, but do not transfer figures to other models.
+`harness/models/off_grid.py`), and a model of 135 M parameters loses more by quantization than one
+of 8 B: compare rows, but do not transfer figures to other models.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import checkpoints, command, off_grid, prompts
-from harness.engines import EAGLE3, open_engine
-from harness.quantized import (
+from harness import command, prompts
+from harness.models import checkpoints, off_grid
+from harness.models.engines import EAGLE3, open_engine
+from harness.models.quantized import (
     LLAMA_CPP,
     OFF_GRID,
     RECIPES,

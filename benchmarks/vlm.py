@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 from harness import command
-from harness.engines import silent
-from harness.quantized import plain
+from harness.models.engines import silent
+from harness.models.quantized import plain
 from harness.results import Report
 from harness.timing import alternating, elapsed_ms, memory_bytes, speedup
 

@@ -155,7 +155,7 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="session")
 def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model quantized to INT4 in groups of 16, from a quantized checkpoint."""
-    from harness.checkpoints import round_checkpoint
+    from harness.models.checkpoints import round_checkpoint
 
     from edgellm.export.graph.architecture import ExportOptions
     from edgellm.export.pipeline.llm import export_llm

@@ -98,7 +98,7 @@ class Workshop:
     @functools.cached_property
     def quantized(self) -> Path:
         """The checkpoint rounded to INT4, as `edgellm-quantize` writes one."""
-        from harness.checkpoints import round_checkpoint
+        from harness.models.checkpoints import round_checkpoint
 
         folder = self._new("quantized") / "checkpoint"
         round_checkpoint(str(self.checkpoint), folder, 16)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_checkpoint
-from harness.random_gguf import write_llama
-from harness.random_weights import SHAPES
+from harness.models.random_gguf import write_llama
+from harness.models.random_weights import SHAPES
 from harness.timing import module_command, run_process
 
 from edgellm.build import resource_estimate

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from conftest import make_checkpoint
 from cuda_on_cpu import CUDA
-from harness.checkpoints import round_checkpoint
+from harness.models.checkpoints import round_checkpoint
 from portable import open_portable
 
 from edgellm.build.engine import build_engine

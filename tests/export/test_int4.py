@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 from conftest import make_checkpoint
-from harness.checkpoints import round_checkpoint
+from harness.models.checkpoints import round_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 

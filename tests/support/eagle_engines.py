@@ -82,7 +82,7 @@ def export_pair(
     sizes["tie_word_embeddings"] = layout.tied_base
     base = make_checkpoint(folder / "base", **sizes)
     if int4:
-        from harness.checkpoints import round_checkpoint
+        from harness.models.checkpoints import round_checkpoint
 
         round_checkpoint(str(base), folder / "rounded", 16)
         base = folder / "rounded"

@@ -18,8 +18,9 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint, read_whole
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.formats.modelopt import pack_int4
 from edgellm.scripts import smollm2
+from harness.processes import llama_cpp_quantize
 
-_QUANTIZES = Path(__file__).with_name("llama_cpp_quantize.py")
+_QUANTIZES = Path(llama_cpp_quantize.__file__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = {"fp32": "F32", "bf16": "BF16"}
 _ROUTER = "mlp.gate.weight"  # of a mixture-of-experts model; stays float

@@ -15,7 +15,7 @@ from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
-from harness import checkpoints, random_weights
+from harness.models import checkpoints, random_weights
 from harness.results import ROOT
 
 EAGLE3 = ROOT / "examples" / "smollm2-135m-instruct-eagle3"

@@ -12,8 +12,8 @@ from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
-from harness import checkpoints
-from harness.engines import EAGLE3, plan_of, silent
+from harness.models import checkpoints
+from harness.models.engines import EAGLE3, plan_of, silent
 
 OFF_GRID = "off-grid.gguf"  # of `off_grid.py`, in the working folder
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q4_0")

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-from harness.random_weights import matrices
+from harness.models.random_weights import matrices
 
 _LAYERS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",

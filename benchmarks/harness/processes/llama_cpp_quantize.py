@@ -1,6 +1,6 @@
 """llama.cpp's quantization of a GGUF file, for a python with only its package.
 
-python benchmarks/harness/llama_cpp_quantize.py SOURCE OUTPUT Q4_0 alike
+python benchmarks/harness/processes/llama_cpp_quantize.py SOURCE OUTPUT Q4_0 alike
 """
 
 from __future__ import annotations

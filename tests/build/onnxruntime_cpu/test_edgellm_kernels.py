@@ -14,7 +14,7 @@ import pytest
 from conftest import assert_one_line_error, make_checkpoint
 from eagle_engines import BASE_PLAN, draft_plan, export_pair
 from eagle_engines import EAGLE3 as LAYOUT
-from harness.checkpoints import round_checkpoint
+from harness.models.checkpoints import round_checkpoint
 from portable import open_portable
 
 from edgellm.build.artifact_kinds import read_bundle

@@ -6,8 +6,8 @@ import gguf
 import numpy as np
 import onnx_ir as ir
 import pytest
-from harness.random_gguf import write_llama
-from harness.random_weights import SHAPES
+from harness.models.random_gguf import write_llama
+from harness.models.random_weights import SHAPES
 from mixed_gguf import random_blocks
 
 from edgellm.build.engine import build_engine

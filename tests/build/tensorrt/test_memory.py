@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness.random_weights import SHAPES, write
+from harness.models.random_weights import SHAPES, write
 from harness.timing import Cost, folder_bytes, module_command, run_process
 
 from edgellm.build.plan import Plan

@@ -203,7 +203,7 @@ def test_drafts_with_linear_rope_and_quantized_layers_equal_the_reference(draft_
 
 def test_the_embedding_keeps_its_name_and_a_quantized_base_lends_its_head(draft_bases, tmp_path):
     import onnx_ir as ir
-    from harness.checkpoints import round_checkpoint
+    from harness.models.checkpoints import round_checkpoint
 
     round_checkpoint(str(draft_bases[False]), tmp_path / "base", 16)
     draft = make_draft(tmp_path / "draft", LAYOUTS["modelopt_base_head"])

@@ -1,0 +1,1 @@
+"""Checkpoints, bundles and engines of the benchmarks, made once."""

@@ -1,0 +1,1 @@
+"""Other libraries, and the engines under test, in processes of their own."""
