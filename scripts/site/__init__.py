@@ -1,1 +1,1 @@
-"""Generated pages of the docs site: flags, manifests, request files."""
+"""Generated pages of the docs site: flags, errors, manifests, request files."""

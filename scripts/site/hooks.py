@@ -8,6 +8,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from edgellm.scripts.site.errors import error_page
 from edgellm.scripts.site.files import manifest_page, request_page
 from edgellm.scripts.site.flags import command_page
 
@@ -24,6 +25,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {name: _of_the_site(_read(source)) for name, source in _AT_THE_ROOT.items()}
     pages |= {
         "reference/commands.md": command_page(_read("pyproject.toml")),
+        "reference/errors.md": error_page(ROOT),
         "reference/manifests.md": manifest_page(),
         "reference/requests.md": request_page(),
     }
