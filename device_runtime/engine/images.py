@@ -168,18 +168,19 @@ class ImageReader:
                 hint="Qwen2.5-VL, Qwen3-VL and SmolVLM2 do; for others send frames as images",
             )
         processor = cast(FilmProcessor, self.processor)
+        maximum = self.manifest.max_image_tokens_per_image
         film = open_film(
             source,
             folder,
             lambda total, rate: processor.pick_frames(total, rate, room),
             rules.frame_rate,
+            lambda size, count: processor.fit_frames(size, count, room, maximum),
         )
-        maximum = self.manifest.max_image_tokens_per_image
         key = f"{film.content()} in {room}"  # a later video in a request has less space
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        prepared = processor.prepare_film(film, room, maximum)
+        prepared = processor.prepare_film(film)
         least = prepared.whole.num_tokens // len(prepared.passes)
         if least < self.manifest.min_image_tokens:
             raise RequestError(

@@ -24,7 +24,7 @@ from edgellm.core.errors import (
 if TYPE_CHECKING:
     from PIL import Image
 
-    from edgellm.multimodal.video import Film
+    from edgellm.multimodal.video import Film, Resize
 
 _FAMILIES = {
     "idefics3": "idefics3",
@@ -117,11 +117,14 @@ class FilmProcessor(Protocol):
         """
         ...
 
-    def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
-        """The passes of the encoder over a video, and its prompt.
+    def fit_frames(
+        self, size: tuple[int, int], count: int, maximum: int, max_per_pass: int
+    ) -> Resize:
+        """How the frames of a video are resized for `prepare_film`.
 
         Args:
-            film: its frames.
+            size: width and height of the first frame.
+            count: number of frames.
             maximum: maximum image tokens of the video.
             max_per_pass: maximum image tokens of a pass.
 
@@ -129,6 +132,10 @@ class FilmProcessor(Protocol):
             RequestError: the family does not support the shape.
             LimitError: even the smallest frames have more tokens.
         """
+        ...
+
+    def prepare_film(self, film: Film) -> PreparedFilm:
+        """The passes of the encoder over a video of resized frames, and its prompt."""
         ...
 
 

@@ -17,7 +17,7 @@ from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import HALF, PixelRules, num_tiles, require_class
 from edgellm.multimodal.processors.settings import Checkpoint
 from edgellm.multimodal.processors.smolvlm_video import FilmRules
-from edgellm.multimodal.video import Film
+from edgellm.multimodal.video import Film, Resize
 
 MAX_EDGE = 4096
 
@@ -92,21 +92,31 @@ class Processor:
         assert self.film is not None
         return self.film.pick(total, rate, maximum // self.tokens_per_tile)
 
-    def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
+    def fit_frames(
+        self, size: tuple[int, int], count: int, maximum: int, max_per_pass: int
+    ) -> Resize:
+        """How frames become tiles; see `FilmProcessor`."""
+        del size
+        assert self.film is not None
+        tokens = count * self.tokens_per_tile
+        if tokens > maximum or self.tokens_per_tile > max_per_pass:
+            raise LimitError(
+                f"a video of {count} frames has {tokens} tokens; {maximum} are allowed",
+                hint="show fewer frames, or build with a larger --maxImageTokens",
+            )
+        pixels, edge, side = self.film.pixels, min(self.film.longest_edge, MAX_EDGE), self.tile_size
+
+        def resize(frame: Image.Image) -> Image.Image:
+            fitted = pixels.resized(frame, *_fitted(*frame.size, edge, even=True))
+            return pixels.resized(fitted, side, side)
+
+        return resize
+
+    def prepare_film(self, film: Film) -> PreparedFilm:
         """One tile for each frame, and the prompt; see `FilmProcessor`."""
         assert self.film is not None
         count, rules = len(film.frames) * self.tokens_per_tile, self.film
-        if count > maximum or self.tokens_per_tile > max_per_pass:
-            raise LimitError(
-                f"a video of {len(film.frames)} frames has {count} tokens; {maximum} are allowed",
-                hint="show fewer frames, or build with a larger --maxImageTokens",
-            )
-        edge, side = min(rules.longest_edge, MAX_EDGE), self.tile_size
-        passes = []
-        for frame in film.frames:
-            fitted = rules.pixels.resized(frame, *_fitted(*frame.size, edge, even=True))
-            tile = rules.pixels.resized(fitted, side, side)
-            passes.append(rules.pixels.tiles(tile, side, whole=tile))
+        passes = [rules.pixels.tiles(tile, self.tile_size, whole=tile) for tile in film.frames]
         prompt = rules.prompt(self._prompt(1, 1), film.seconds, film.duration)
         nothing = np.zeros(0, np.float32)
         whole = Prepared(

@@ -21,7 +21,7 @@ from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
 from edgellm.multimodal.processors.qwen_video import FilmRules
 from edgellm.multimodal.processors.settings import Checkpoint, Settings
-from edgellm.multimodal.video import Film
+from edgellm.multimodal.video import Film, Resize
 
 IMAGE_TOKEN = "<|image_pad|>"  # default
 MAX_ASPECT_RATIO = 200
@@ -97,31 +97,30 @@ class Processor:
         assert self.film is not None
         return self.film.pick(total, rate, self.temporal_patch_size)
 
-    def prepare_film(self, film: Film, maximum: int, max_per_pass: int) -> PreparedFilm:
-        """The passes of the encoder over a video, and its prompt.
+    def fit_frames(
+        self, size: tuple[int, int], count: int, maximum: int, max_per_pass: int
+    ) -> Resize:
+        """How frames are resized; see `FilmProcessor`."""
+        assert self.film is not None
+        rules, together = self.film, self.temporal_patch_size
+        side, steps = self.patch_size * self.merge_size, -(-count // together)
+        _refuse_strip(*size)
+        rows, columns = rules.area(size, count, together, side)
+        rows, columns = rules.within(rows, columns, min(max_per_pass, maximum // steps))
+        return lambda frame: rules.pixels.resized(frame, columns * side, rows * side)
 
-        Args:
-            film: its frames.
-            maximum: image tokens of all of it.
-            max_per_pass: of one patch in time.
-
-        Raises:
-            RequestError: the family does not support the shape.
-            LimitError: even the smallest frames have more tokens.
-        """
+    def prepare_film(self, film: Film) -> PreparedFilm:
+        """The passes of the encoder over a video, and its prompt; see `FilmProcessor`."""
         assert self.film is not None
         rules, together = self.film, self.temporal_patch_size
         side, last = self.patch_size * self.merge_size, len(film.frames) - 1
         steps = range(0, len(film.frames), together)
-        _refuse_strip(*film.frames[0].size)
-        rows, columns = rules.area(film.frames[0].size, len(film.frames), together, side)
-        rows, columns = rules.within(rows, columns, min(max_per_pass, maximum // len(steps)))
-        planes = [
-            rules.pixels.normalized(rules.pixels.resized(frame, columns * side, rows * side))
-            for frame in film.frames
-        ]
+        columns, rows = (extent // side for extent in film.frames[0].size)
         groups = [[min(at + place, last) for place in range(together)] for at in steps]
-        passes = tuple(self._patches(np.stack([planes[at] for at in group])) for group in groups)
+        passes = tuple(
+            self._patches(np.stack([rules.pixels.normalized(film.frames[at]) for at in group]))
+            for group in groups
+        )
         seconds = [film.seconds[at] for group in groups for at in group]
         count = rows * columns
         prompt = rules.prompt(self.image_token * count, seconds, together)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -252,3 +254,56 @@ def test_texts_that_are_not_utf8_do_not_matter(tmp_path):
     assert data.count(b"Lavf") > 1
     path.write_bytes(data.replace(b"Lavf", b"La\xff\xc7"))
     assert len(read(path).frames) == 3
+
+
+_PEAK = """
+import resource, sys
+from pathlib import Path
+from edgellm.multimodal.media import Video
+from edgellm.multimodal.video import open_film
+fit = lambda size, count: lambda frame: frame.resize((28, 28))
+source = sys.argv[1] if sys.argv[2] == "file" else [sys.argv[1]] * int(sys.argv[3])
+film = open_film(Video.of(source), Path(), lambda total, _: range(int(sys.argv[3])), 2.0, fit)
+assert [frame.size for frame in film.frames] == [(28, 28)] * int(sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.parametrize("kind", ["file", "list"])
+def test_frames_are_resized_while_they_are_decoded(tmp_path, kind):
+    """80 frames of 1080p have 500 MB; their peak is near that of four."""
+    picture = Image.new("RGB", (1920, 1080), "red")
+    path = tmp_path / ("a.mp4" if kind == "file" else "a.png")
+    if kind == "list":
+        picture.save(path)
+    else:
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg4", rate=10)
+            stream.width, stream.height, stream.pix_fmt = *picture.size, "yuv420p"
+            frame = av.VideoFrame.from_image(picture)
+            for place in range(80):
+                frame.pts = place
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+    peaks = []
+    for count in (4, 80):
+        command = [sys.executable, "-c", _PEAK, str(path), kind, str(count)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout))
+    assert peaks[1] - peaks[0] < 100  # MB
+
+
+def test_the_first_frame_decides_how_frames_are_resized(tmp_path):
+    """After the display matrix, with the number of frames that are shown."""
+    path = write(tmp_path / "a.mp4", [corner_picture()] * 6)
+    turned(path, (0, 1, -1, 0))
+    asked = []
+
+    def fit(size, count):
+        asked.append((size, count))
+        return lambda frame: frame.resize((12, 16))
+
+    film = open_film(Video.of(str(path)), Path(), every(2), 2.0, fit)
+    assert asked == [((HEIGHT, WIDTH), 3)]
+    assert [corners(frame) for frame in film.frames] == ["BRWG"] * 3

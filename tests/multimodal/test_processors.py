@@ -221,18 +221,15 @@ def test_smolvlm_videos_have_an_introduction(pairs, monkeypatch):
     at = [25, 1600, 90005]
     metadata = VideoMetadata(100000, fps=25.0, duration=4000.0, frames_indices=at)
     seconds = tuple(place / 25 for place in at)
-    found = ours.prepare_film(
-        Film(frames=frames, seconds=seconds, frame_rate=1.0, duration=4000.0), 100, 100
-    )
+    tiles = tuple(map(ours.fit_frames(frames[0].size, 3, 100, 100), frames))
+    found = ours.prepare_film(Film(frames=tiles, seconds=seconds, frame_rate=1.0, duration=4000.0))
     inputs = {"pixel_values": np.zeros((1, 3)), "video_metadata": [metadata]}
     assert found.whole.prompt == theirs.replace_video_token(inputs, 0)
     for frame, tile in zip(frames, found.passes, strict=True):
         alone = theirs.image_processor(frame, do_image_splitting=False, return_tensors="np")
         assert np.array_equal(tile, alone["pixel_values"][0])
     with pytest.raises(LimitError, match="3 frames has 12 tokens; 11 are allowed"):
-        ours.prepare_film(
-            Film(frames=frames, seconds=seconds, frame_rate=1.0, duration=4000.0), 11, 100
-        )
+        ours.fit_frames(frames[0].size, 3, 11, 100)
 
 
 def test_numbers_of_frames_are_words():
