@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import importlib
+import importlib.util
 import io
 import re
 import warnings
@@ -19,7 +21,7 @@ from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageEr
 from edgellm.core.errors import RequestError
 
 # Formats of cameras and browsers. Pillow supports more, some of them by external programs.
-FORMATS = ("AVIF", "BMP", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 100_000_000  # 300 MB of RGB
 MAX_FILE_BYTES = 512 * 2**20
 
@@ -132,6 +134,7 @@ def _read_file(path: Path, name: str, hint: str) -> bytes:
 
 def _decode(name: str, data: bytes) -> Image.Image:
     Image.init()
+    _open_heif(name, data)
     formats = [known for known in FORMATS if known in Image.OPEN]
     try:
         with Image.open(io.BytesIO(data), formats=formats) as image:
@@ -159,6 +162,32 @@ def _decode(name: str, data: bytes) -> Image.Image:
         ) from None
 
 
+# Brands in the first box of a file (ISO/IEC 23008-12, annex B; AV1 Image File Format).
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_AVIF = (b"avif", b"avis")
+
+
+def _open_heif(name: str, data: bytes) -> None:
+    """Let Pillow open the formats of phones; raise an error for one that it cannot open."""
+    size = int.from_bytes(data[:4], "big")
+    if data[4:8] != b"ftyp":
+        return
+    brands = {data[8:12], *(data[at : at + 4] for at in range(16, min(size, 256), 4))}
+    if brands.intersection(_AVIF):
+        if "AVIF" not in Image.OPEN:
+            raise RequestError(
+                f"{name} is an AVIF picture, which Pillow opens from version 11.3 on",
+                hint="pip install -U pillow, or save the picture as JPEG or PNG",
+            )
+    elif brands.intersection(_HEIC):
+        if importlib.util.find_spec("pillow_heif") is None:
+            raise RequestError(
+                f"{name} is a HEIC picture, which needs pillow-heif",
+                hint="in edgellm's folder: pip install '.[heic]'; or save the picture as JPEG",
+            )
+        importlib.import_module("pillow_heif").register_heif_opener()  # an optional package
+
+
 def _require_still_picture(name: str, image: Image.Image) -> None:
     """Check the header: size and number of frames."""
     if image.width * image.height > MAX_PIXELS:
@@ -166,8 +195,8 @@ def _require_still_picture(name: str, image: Image.Image) -> None:
             f"{name} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}",
             hint="make the picture smaller",
         )
-    # MPO is a photograph, followed by a preview or a gain map
-    frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    # A photograph, perhaps followed by a preview, a gain map or more of a burst
+    frames = 1 if image.format in ("MPO", "HEIF") else getattr(image, "n_frames", 1)
     if frames > 1:
         raise RequestError(
             f"{name} has {frames} frames: video and animations are not supported",

@@ -436,3 +436,57 @@ def test_nothing_is_printed(tmp_path, capfd, recwarn):
     open_image("a.jpg", tmp_path)
     assert capfd.readouterr() == ("", "")
     assert not recwarn.list
+
+
+# -------------------------------------------------------------------------------- phones
+def heic(*pictures: Image.Image, **options: object) -> bytes:
+    """A HEIC file without loss, by libheif."""
+    pillow_heif = pytest.importorskip("pillow_heif", reason="pip install '.[heic]'")
+    made = pillow_heif.from_pillow(pictures[0])
+    for picture in pictures[1:]:
+        made.add_from_pillow(picture)
+    buffer = io.BytesIO()
+    made.save(buffer, quality=-1, chroma=444, matrix_coefficients=0, **options)
+    return buffer.getvalue()
+
+
+def test_heic_pictures_are_those_that_were_saved(tmp_path):
+    """Also of a burst, whose primary picture counts."""
+    first, second = (Image.fromarray(noise(64, 48, seed=seed)) for seed in (0, 1))
+    (tmp_path / "a.heic").write_bytes(heic(first))
+    assert np.array_equal(np.asarray(open_image("a.heic", tmp_path)), np.asarray(first))
+    (tmp_path / "b.heic").write_bytes(heic(first, second, primary_index=1))
+    assert np.array_equal(np.asarray(open_image("b.heic", tmp_path)), np.asarray(second))
+
+
+def test_transparent_heic_is_composited_on_white(tmp_path):
+    half = Image.new("RGBA", (64, 64), (*BLUE, 128))
+    (tmp_path / "a.heic").write_bytes(heic(half))
+    half.save(tmp_path / "a.png")
+    expected = np.asarray(open_image("a.png", tmp_path))
+    assert np.array_equal(np.asarray(open_image("a.heic", tmp_path)), expected)
+
+
+def test_damaged_heic_is_rejected(tmp_path):
+    data = heic(Image.fromarray(noise(64, 48)))
+    for end in (30, 200, len(data) * 3 // 4):
+        (tmp_path / "a.heic").write_bytes(data[:end])
+        with pytest.raises(RequestError, match=r"a\.heic"):
+            open_image("a.heic", tmp_path)
+
+
+BOX = b"\0\0\0\x18ftyp%b\0\0\0\0mif1%b"  # the first box of such a file
+
+
+def test_missing_packages_for_heic_and_avif_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a.heic").write_bytes(BOX % (b"heic", b"heic"))
+    (tmp_path / "a.avif").write_bytes(BOX % (b"avif", b"miaf"))
+    monkeypatch.setattr(images.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(RequestError, match=r"a\.heic is a HEIC .* needs pillow-heif") as caught:
+        open_image("a.heic", tmp_path)
+    assert "'.[heic]'" in caught.value.hint
+    Image.init()
+    monkeypatch.delitem(Image.OPEN, "AVIF", raising=False)
+    with pytest.raises(RequestError, match=r"a\.avif is an AVIF .* version 11\.3") as caught:
+        open_image("a.avif", tmp_path)
+    assert "pillow" in caught.value.hint
