@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint, unified_export_hf
     from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
-    from modelopt.torch.quantization import tensor_quant
+    from modelopt.torch.quantization import model_calib, tensor_quant
 
 _NVFP4_RANGE = LARGEST_E2M1 * LARGEST_E4M3  # largest value with a global scale of 1
 _TINY = 1e-30  # instead of the scale of a tensor of zeros
@@ -77,7 +77,9 @@ def quantize(
         _no_norms(keeps_norms),
     ):
         try:
+            weights = _with_unused_inputs(model) if recipe.scheme.is_awq else {}
             quantized = mtq.quantize(model, _config(recipe, is_head), forward_loop=loop)
+            _smooth_used_inputs(quantized, weights)
             with tempfile.TemporaryDirectory(dir=log.parent) as name:
                 export_hf_checkpoint(quantized, export_dir=name)
                 return _read(Path(name))
@@ -131,6 +133,38 @@ def _explained(error: AssertionError) -> Exception:
             hint="check the output of the float checkpoint; try other calibration text",
         )
     return error
+
+
+def _with_unused_inputs(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of weights [out, in] that have columns of zeros and others, by module."""
+    return {
+        name: module.weight.detach().clone()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and 0 < int(module.weight.ne(0).any(0).sum()) < module.in_features
+    }
+
+
+def _smooth_used_inputs(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Choose AWQ's scales again where a weight has columns of zeros.
+
+    ModelOpt gives such a column its largest scale, by which it normalizes the others. The export
+    averages the scales of layers with a common input, such as gate and up, so that the column
+    would take all the range of a layer that uses it.
+    """
+    modules = dict(model.named_modules())
+    for name, weight in weights.items():
+        module = cast(Any, modules[name])
+        found = getattr(getattr(module, "input_quantizer", None), "_pre_quant_scale", None)
+        if found is None:
+            continue
+        is_used = weight.ne(0).any(0)
+        used = found.float().reshape(-1)[is_used]
+        scales = torch.ones_like(is_used, dtype=torch.float32)
+        scales[is_used] = used / (used.max() * used.min()).sqrt()
+        module.weight.data.copy_(weight)
+        del module.input_quantizer._pre_quant_scale
+        model_calib.apply_pre_quant_scale_and_smooth(module, scales)
 
 
 @contextlib.contextmanager
