@@ -33,6 +33,7 @@ from edgellm.export.graph.bundle_files import (
 )
 from edgellm.export.graph.visual import build_visual, own_leftovers
 from edgellm.export.onnx.builder import OPSET
+from edgellm.multimodal import processors
 
 _GRAPH, _CONFIG = "model", "config.json"
 _PROCESSORS = {"preprocessor_config.json", "processor_config.json"}  # of images
@@ -60,6 +61,7 @@ def export_visual(
 
     Raises:
         UnsupportedModelError: not a vision-language model, or an unknown encoder or config key.
+        UnsupportedModelError: settings of the processor that edgellm does not support.
         BrokenArtifactError: missing, unexpected or damaged tensors of the encoder.
         EdgeLLMError: the processor's config is missing, or `output` cannot be written.
     """
@@ -84,6 +86,7 @@ def export_visual(
         (folder / _CONFIG).write_text(json.dumps(checkpoint.config, indent=2) + "\n", "utf-8")
         for name, content in checkpoint.processor_files.items():
             (folder / name).write_bytes(content)
+        processors.load(folder)  # `visual_build` and the device read the same files
         parameters = count_parameters([op], checkpoint.tensors)
         manifest = Bundle(
             kind=VISUAL_BUNDLE,

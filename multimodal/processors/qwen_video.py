@@ -33,6 +33,7 @@ class FilmRules:
     max_frames: int
     min_pixels: int  # of a frame; of all frames if `writes_times`
     max_pixels: int
+    max_tokens: int | None  # of a frame if `writes_times`, else of the video; None: no such limit
     writes_times: bool
     tokens_per_second: float  # of rotary positions
     pad: str  # the template's token of a video
@@ -73,7 +74,9 @@ class FilmRules:
         least = size.positive("shortest_edge", area[0])
         maximum = size.positive("longest_edge", area[1])
         settings.expect("num_frames", None)
-        settings.expect("cap_pixels_per_frame", False)
+        is_capped = settings.read("cap_pixels_per_frame", bool, False)
+        max_tokens = settings.positive("max_video_tokens", 768 if writes_times else 128000)
+        settings.read("return_metadata", bool, False)
         vision = checkpoint.model.section("vision_config")
         found = cls(
             frame_rate=settings.read("fps", float, _USUAL_FPS),
@@ -81,6 +84,7 @@ class FilmRules:
             max_frames=settings.positive("max_frames", 768),
             min_pixels=settings.positive("min_pixels", least),
             max_pixels=settings.positive("max_pixels", maximum),
+            max_tokens=max_tokens if is_capped else None,
             writes_times=writes_times,
             tokens_per_second=vision.read("tokens_per_second", float, 4.0),
             pad=checkpoint.tokens.read("video_token", str, _PAD),
@@ -113,16 +117,28 @@ class FilmRules:
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)
         rows, columns = round(height / side), round(width / side)
+        maximum = self._max_pixels(frames, together, side)
         depth = round(frames / together) * together if self.writes_times else 1
         volume = (frames if self.writes_times else 1) * height * width
-        if depth * rows * columns * side**2 > self.max_pixels:
-            shrink = math.sqrt(volume / self.max_pixels)
+        if depth * rows * columns * side**2 > maximum:
+            shrink = math.sqrt(volume / maximum)
             rows = max(1, math.floor(height / shrink / side))
             columns = max(1, math.floor(width / shrink / side))
         elif depth * rows * columns * side**2 < self.min_pixels:
             grow = math.sqrt(self.min_pixels / volume)
             rows, columns = math.ceil(height * grow / side), math.ceil(width * grow / side)
         return rows, columns
+
+    def _max_pixels(self, frames: int, together: int, side: int) -> int:
+        """The limit `max_pixels`, reduced by `max_tokens` as in transformers."""
+        if self.max_tokens is None:
+            return self.max_pixels
+        least = int(self.min_pixels * 1.05)
+        if self.writes_times:
+            of_frame = min(self.max_tokens * side**2, self.max_pixels // frames)
+            return max(of_frame, least) * frames
+        of_video = int(self.max_tokens * side**2 * 0.9)
+        return max(min(self.max_pixels, of_video * together // frames), least)
 
     def within(self, rows: int, columns: int, maximum: int) -> tuple[int, int]:
         """Shrink a grid to at most `maximum` tokens; raises `LimitError` if that is 0."""

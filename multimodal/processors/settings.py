@@ -14,7 +14,8 @@ from edgellm.core.errors import (
 from edgellm.core.strict_json import parse
 
 _VIDEO = "video_preprocessor_config.json"
-_OTHERS = "preprocessor_config.json", "processor_config.json", "tokenizer_config.json"
+_WHOLE = "processor_config.json"
+_OTHERS = "preprocessor_config.json", _WHOLE, "tokenizer_config.json"
 FILES = "config.json", *_OTHERS, _VIDEO
 T = TypeVar("T")
 _REQUIRED: Any = object()
@@ -156,14 +157,15 @@ class Checkpoint:
                 a file is not a JSON object.
             UnsupportedModelError: config.json names no model type.
         """
-        processor = _load(folder / "processor_config.json")
+        processor = _load(folder / _WHOLE)
         file = "preprocessor_config.json"
         # transformers 5 writes all processors into one file, and prefers it when it reads
         image = processor.pop("image_processor", None)
-        film = processor.pop("video_processor", None)
-        film = film if isinstance(film, dict) else _load(folder / _VIDEO)
+        film, film_file = processor.pop("video_processor", None), f"{_WHOLE}: video_processor"
+        if not isinstance(film, dict):
+            film, film_file = _load(folder / _VIDEO), _VIDEO
         if isinstance(image, dict):
-            file = "processor_config.json: image_processor"
+            file = f"{_WHOLE}: image_processor"
         else:
             image = _load(folder / file, required=True)
         model = Settings(_load(folder / "config.json", required=True), "config.json")
@@ -173,10 +175,10 @@ class Checkpoint:
         return cls(
             model_type=model.read("model_type", str),
             image=Settings(image, file),
-            processor=Settings(processor, "processor_config.json"),
+            processor=Settings(processor, _WHOLE),
             model=model,
             tokens=Settings(tokens, "tokenizer_config.json"),
-            video=Settings(film, _VIDEO),
+            video=Settings(film, film_file),
         )
 
 

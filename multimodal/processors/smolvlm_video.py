@@ -149,5 +149,6 @@ def _of_its_own(
         section.finish()
     settings.read("fps", float, 0.0)
     settings.read("num_frames", int, 0)
+    settings.read("do_image_splitting", bool, False)  # of images; frames are never split
     settings.finish()
     return found, edge

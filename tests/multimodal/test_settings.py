@@ -6,6 +6,7 @@ import json
 
 import pytest
 from image_checkpoints import FAMILIES, INTERNVL, reference, write_processor
+from resaved_processors import video_sizes
 
 from edgellm.core.errors import (
     BrokenArtifactError,
@@ -126,6 +127,51 @@ def assert_same(found, expected):
     for name in type(found).__slots__:
         if name not in ("rules", "film"):  # videos have their own rules and file
             assert getattr(found, name) == getattr(expected, name)
+
+
+CAPPED = {"cap_pixels_per_frame": True, "do_sample_frames": True}
+CAPS = [
+    ("qwen2_5_vl", {}),
+    ("qwen2_5_vl", CAPPED),
+    ("qwen2_5_vl", {**CAPPED, "max_video_tokens": 900}),
+    ("qwen2_5_vl", {**CAPPED, "max_video_tokens": 40}),
+    ("qwen3_vl", {}),
+    ("qwen3_vl", CAPPED),
+    ("qwen3_vl", {**CAPPED, "max_video_tokens": 30}),
+    ("qwen3_vl", {**CAPPED, "size": {"shortest_edge": 4096, "longest_edge": 25165824}}),
+]
+
+
+def test_limits_of_frames_are_those_of_transformers(tmp_path):
+    """With `cap_pixels_per_frame`, `max_video_tokens` limits a frame or a video."""
+    films = [(4, 480, 640), (10, 1080, 1920), (64, 720, 1280), (768, 1080, 1920), (6, 60, 90)]
+    expected, found = video_sizes(CAPS, films), []
+    for at, (model_type, settings) in enumerate(CAPS):
+        folder = write_processor(tmp_path / str(at), model_type)
+        (folder / "video_preprocessor_config.json").unlink(missing_ok=True)
+        side = 32 if model_type == "qwen3_vl" else 28
+        size = {"shortest_edge": 128 * side**2, "longest_edge": 768 * side**2}
+        edit(folder, "processor_config", video_processor={"size": size, **settings})
+        rules = processors.load(folder).film
+        grids = [rules.area((width, height), frames, 2, side) for frames, height, width in films]
+        found.append([(rows * side, columns * side) for rows, columns in grids])
+    assert found == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_errors_name_the_file_of_the_video_settings(tmp_path, model_type):
+    folder = write_processor(tmp_path, model_type)
+    tile = {"max_image_size": {"longest_edge": 32}} if model_type == "smolvlm" else {}
+    edit(folder, "video_preprocessor_config", **tile, unheard_of=1)
+    with pytest.raises(UnsupportedModelError, match=r"^video_preprocessor_config.json has keys"):
+        processors.load(folder)
+    (folder / "video_preprocessor_config.json").unlink()
+    video = {"fps": 2, "num_frames": 8} if model_type == "smolvlm" else {}
+    edit(folder, "processor_config", video_processor={**video, **tile, "unheard_of": 1})
+    with pytest.raises(
+        UnsupportedModelError, match=r"^processor_config.json: video_processor has keys"
+    ):
+        processors.load(folder)
 
 
 def test_names_of_tokens(tmp_path):

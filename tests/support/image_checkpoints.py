@@ -108,12 +108,12 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
     files = {name: dict(values) for name, values in FAMILIES[model_type].items()}
     image = files["preprocessor_config"]
     if model_type.startswith("qwen"):
+        sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
         side = 2 * vision["patch_size"]
         image.pop("size", None)
-        image |= {"patch_size": vision["patch_size"], "min_pixels": 4 * side**2}
-        image["max_pixels"] = 60 * side**2
+        image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
         if video := files.get("video_preprocessor_config"):
-            video["patch_size"] = vision["patch_size"]
+            video |= sizes
     else:
         side, patch = (np.max(vision[key]).item() for key in ("image_size", "patch_size"))
         tokens = (side // patch // config.get("scale_factor", 2)) ** 2

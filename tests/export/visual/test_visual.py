@@ -300,7 +300,13 @@ def test_the_processor_goes_with_the_bundle(qwen3_checkpoint, tmp_path):
     import shutil
 
     checkpoint = shutil.copytree(qwen3_checkpoint, tmp_path / "c")
-    (checkpoint / "processor_config.json").write_text('{"image_processor": {"a": 1}}')
+    image = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    whole = checkpoint / "processor_config.json"
+    whole.write_text(json.dumps({"image_processor": {**image, "a": 1}}))
+    with pytest.raises(UnsupportedModelError, match=r"processor_config.json: image_processor .* a"):
+        _export(checkpoint, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+    whole.write_text(json.dumps({"image_processor": image}))
     manifest = _export(checkpoint, tmp_path / "bundle")
     assert set(manifest.files) == {
         "config.json",
