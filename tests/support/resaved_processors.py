@@ -44,6 +44,8 @@ def video_sizes(
 
 
 def _run(*arguments: str) -> str:
+    import transformers  # noqa: F401  # its absence is named, so that --quick leaves this out
+
     done = subprocess.run(
         [sys.executable, __file__, *arguments], capture_output=True, text=True, check=False
     )
