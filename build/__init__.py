@@ -1,1 +1,3 @@
 """Bundle to engine: plan, predict, compile."""
+
+import edgellm.core  # noqa: F401 - it switches off the telemetry of libraries

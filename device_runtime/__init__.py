@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import edgellm.core  # noqa: F401 - it switches off the telemetry of libraries
+
 if TYPE_CHECKING:
     from edgellm.device_runtime.api.llm import LLM, BatchError, RequestOutput, Step
     from edgellm.device_runtime.sampling.params import SamplingParams

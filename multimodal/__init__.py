@@ -1,1 +1,3 @@
 """Images and visual encoders."""
+
+import edgellm.core  # noqa: F401 - it switches off the telemetry of libraries

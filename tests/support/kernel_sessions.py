@@ -6,6 +6,7 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
+from edgellm.build.lowering.contrib_ops import LOWERED_OPSET
 from edgellm.device_runtime.kernels.library import DOMAIN, register
 
 F32, I64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
@@ -19,8 +20,8 @@ def open_session(node, inputs, outputs, initializers=(), threads=2, path=None):
         [helper.make_tensor_value_info(*o) for o in outputs],
         [numpy_helper.from_array(a, n) for n, a in initializers],
     )
-    opsets = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+    opsets = [helper.make_opsetid("", LOWERED_OPSET), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = threads, 4
     register(options)
