@@ -4,17 +4,30 @@
 PYTHON ?= python3
 DEMO_VENV := .venv-demo
 QUICK_VENV := .venv-quick
+LOWEST_VENV := .venv-lowest
+NEWEST_VENV := .venv-newest
 TEST_VENV := .venv
 MINUTES ?= 60
 # Compiled modules are kept: the tests start a thousand processes.
 export PYTHONDONTWRITEBYTECODE :=
 RUFF_AND_LAYERS = $(1)/bin/ruff check . && $(1)/bin/ruff format --check . && $(1)/bin/lint-imports
 
+# Install in a new environment, with one rule for versions, and run all tests that need no torch.
+define tested_with
+	rm -rf $(2)
+	$(PYTHON) -m venv $(2)
+	$(2)/bin/pip install --quiet uv
+	$(2)/bin/uv pip install --quiet --python $(2)/bin/python --resolution $(1) --editable '.[tests,grpc,video]'
+	$(2)/bin/uv pip list --python $(2)/bin/python
+	OMP_NUM_THREADS=1 $(2)/bin/python -m pytest --quick --quiet --numprocesses auto --maxprocesses 8 \
+		--dist loadfile --max-worker-restart 0
+endef
+
 # They count what a server does in a time, so they run after the others.
 ALONE = $(addprefix tests/tools/serve/test_,aiperf.py clients.py hostile.py hybrids.py load.py)
 
 .PHONY: adversary bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types \
-	quick-tests wheel clean
+	quick-tests lowest newest wheel clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -53,6 +66,14 @@ quick-tests: $(QUICK_VENV)/installed
 	OMP_NUM_THREADS=1 $(QUICK_VENV)/bin/python -m pytest --quick --quiet --numprocesses auto \
 		--maxprocesses 8 --dist loadfile --max-worker-restart 0 --durations 5
 
+# Every night, with PYTHON=python3.10: the lowest version of each dependency that pyproject.toml allows.
+lowest:
+	$(call tested_with,lowest-direct,$(LOWEST_VENV))
+
+# Every night, with every Python there is: the newest version of each dependency.
+newest:
+	$(call tested_with,highest,$(NEWEST_VENV))
+
 $(DEMO_VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(DEMO_VENV)
 	$(DEMO_VENV)/bin/pip install --quiet --upgrade pip
@@ -89,4 +110,4 @@ wheel:
 	$(if $(ARCH),CXX=$(ARCH)-linux-gnu-g++) $(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV)
+	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV) $(LOWEST_VENV) $(NEWEST_VENV)
