@@ -117,13 +117,13 @@ def test_tests_are_interleaved_after_a_warm_up(monkeypatch):
     order = []
     clock = itertools.count()
 
-    def answer(_llm, _options, _raw, index, pair, *, eagle_first):
+    def answer(_llm, _options, _raw, index, pair, *, eagle_first, **_):
         order.append((f"text {index}", eagle_first))
         pair.plain.samples.append(1.0)
         pair.eagle.samples.append(float(next(clock)))
 
-    monkeypatch.setattr(loops, "prefill_rate", lambda _llm, n: order.append(n) or next(clock))
-    monkeypatch.setattr(loops, "decode_rate", lambda _llm, d, n: order.append((d, n)) or 7.0)
+    monkeypatch.setattr(loops, "prefill_rate", lambda _llm, n, *_: order.append(n) or next(clock))
+    monkeypatch.setattr(loops, "decode_rate", lambda _llm, d, n, *_: order.append((d, n)) or 7.0)
     monkeypatch.setattr(loops, "run_both_modes", answer)
     texts = Texts(Options(), [{"messages": [USER]}, "no object"], ["w20 w21", "request"])
     results = Results(engine={}, machine={}, settings={})
@@ -324,7 +324,7 @@ def test_invalid_flags_are_rejected(command_here, tiny_engine, tiny_bundle, tmp_
 def test_an_interrupt_prints_complete_repetitions(monkeypatch, tiny_engine, capsys):
     calls = itertools.count()
 
-    def interrupted(_llm, _tokens):
+    def interrupted(_llm, _tokens, *_):
         if next(calls) == 3:
             raise KeyboardInterrupt
         return 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,9 +46,10 @@ def bench(
     from edgellm.device_runtime.request_files.request_file import read_file
     from edgellm.tools.bench.interleaved_run import Texts, Work, run
     from edgellm.tools.bench.machine import busy_warning, facts
-    from edgellm.tools.bench.measure import check_sizes
+    from edgellm.tools.bench.measure import check_sizes, no_energy
     from edgellm.tools.bench.result_formats import NAMES
     from edgellm.tools.bench.results import Results
+    from edgellm.tools.energy import Meter, find_sensors
 
     require_choice("--output", flags.output, NAMES)
     how = spec_flags.read()
@@ -58,6 +60,7 @@ def bench(
     given = getattr(options, "seed", None)
     seed = _SEED if given is None else given  # both modes draw alike
     requests = msgspec.structs.replace(options, seed=seed), raws
+    meter = Meter(find_sensors()) if flags.energy else None
     llm = LLM(flags.engine_dir, verify=flags.verify, spec=how)
     prompts = _prompts(flags.prompt, llm.manifest)
     check_sizes(llm.manifest, prompts, depths, flags.generate)
@@ -69,14 +72,20 @@ def bench(
         depths=depths if flags.generate else (),
         generated=flags.generate,
         texts=texts,
+        window=meter.window if meter is not None else no_energy,
     )
     settings = {"repetitions": str(flags.repetitions), "speculation": _described(how)}
     results = Results(
-        engine=_engine(flags.engine_dir, llm.manifest), machine=facts(), settings=settings
+        engine=_engine(flags.engine_dir, llm.manifest),
+        machine=facts(),
+        settings=settings,
+        measures_energy=flags.energy,
     )
     try:
-        with shown(lines=False) as report:
+        with meter or nullcontext(), shown(lines=False) as report:
             run(llm, work, results, flags.repetitions, report)
+        if meter is not None:
+            results.machine |= {"energy of": " + ".join(meter.names), **meter.clocks}
     finally:  # after an interrupt, prints the complete repetitions
         if results.repetitions:
             _print(results, flags.output)

@@ -56,6 +56,15 @@ InputFile = Annotated[
         rich_help_panel="Model",
     ),
 ]
+MeasuresEnergy = Annotated[
+    bool,
+    typer.Option(
+        "--energy",
+        help="Measure joules per token and watts with the machine's counters: RAPL on x86, INA "
+        "sensors on Jetson.",
+        rich_help_panel="Limits",
+    ),
+]
 Output = Annotated[
     str,
     typer.Option(
@@ -76,6 +85,7 @@ class BenchFlags:
     depth: Depth = "0"
     repetitions: Repetitions = 5
     input_file: InputFile = None
+    energy: MeasuresEnergy = False
     output: Output = "text"
     verify: Verify = None
 

@@ -10,7 +10,14 @@ from typing import Any
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.request_files.request_file import Options
 from edgellm.device_runtime.request_files.responses import start_request
-from edgellm.tools.bench.measure import decode_rate, prefill_rate, run_both_modes, with_depth
+from edgellm.tools.bench.measure import (
+    Window,
+    decode_rate,
+    no_energy,
+    prefill_rate,
+    run_both_modes,
+    with_depth,
+)
 from edgellm.tools.bench.results import DECODE, EAGLE, PLAIN, PREFILL, TEXT, Pair, Results, Series
 
 _SHOWN_CHARACTERS = 24  # of a prompt
@@ -47,6 +54,7 @@ class Work:
     depths: Sequence[int]  # tokens in the KV cache before decoding
     generated: int  # tokens to decode
     texts: Texts | None
+    window: Window = no_energy  # measures the energy of a test
 
     def series(self) -> list[Series]:
         """Return empty series of the tests with random tokens."""
@@ -108,9 +116,9 @@ def _once(
     for one in series:
         report(one.name)
         rate = (
-            prefill_rate(llm, one.tokens)
+            prefill_rate(llm, one.tokens, one.energy, work.window)
             if one.test == PREFILL
-            else decode_rate(llm, one.depth, one.tokens)
+            else decode_rate(llm, one.depth, one.tokens, one.energy, work.window)
         )
         one.samples.append(rate)
     for index, pair in enumerate(pairs):
@@ -123,6 +131,7 @@ def _once(
             index,
             pair,
             eagle_first=(repetition + index) % 2 == 1,
+            window=work.window,
         )
 
 

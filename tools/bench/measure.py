@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from edgellm.device_runtime.request_files.responses import start_request
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.tools.bench.results import Pair
+from edgellm.tools.energy import Energy
 
 _GREEDY = SamplingParams(temperature=0)
 # Text of earlier turns.
@@ -59,25 +61,52 @@ def check_sizes(
             )
 
 
-def prefill_rate(llm: LLM, tokens: int) -> float:
-    """Return the prefill speed of random tokens, tokens/s."""
-    profile = _run(llm, tokens, 1)
+Window = Callable[[Energy], AbstractContextManager[None]]  # adds what its block needs
+
+
+def no_energy(_: Energy) -> AbstractContextManager[None]:
+    """A window that measures no energy."""
+    return nullcontext()
+
+
+def prefill_rate(
+    llm: LLM, tokens: int, into: Energy | None = None, window: Window = no_energy
+) -> float:
+    """Return the prefill speed of random tokens, tokens/s; add their energy."""
+    profile = _run(llm, tokens, 1, (into, None), window)
     return tokens / profile.total_ms(PREFILL) * 1e3
 
 
-def decode_rate(llm: LLM, depth: int, tokens: int) -> float:
-    """Return the speed of plain decoding after `depth` random tokens (at least one), tokens/s."""
-    profile = _run(llm, max(depth, 1), tokens + 1)  # the first comes from the prefill
+def decode_rate(
+    llm: LLM, depth: int, tokens: int, into: Energy | None = None, window: Window = no_energy
+) -> float:
+    """Return the speed of plain decoding after `depth` random tokens (at least one), tokens/s.
+
+    The energy that is added is that of decoding alone.
+    """
+    # The first token comes from the prefill.
+    profile = _run(llm, max(depth, 1), tokens + 1, (None, into), window)
     return tokens / profile.total_ms(GENERATION) * 1e3
 
 
-def _run(llm: LLM, prompt_tokens: int, tokens: int) -> Profile:
-    """Prefill random tokens, then decode `tokens` tokens, also after an end token."""
+def _run(
+    llm: LLM,
+    prompt_tokens: int,
+    tokens: int,
+    into: tuple[Energy | None, Energy | None],
+    window: Window,
+) -> Profile:
+    """Prefill random tokens, then decode `tokens` tokens, also after an end token.
+
+    `into`: energies of prefill and decoding.
+    """
     random = np.random.default_rng(0)
     ids = random.integers(llm.manifest.decoder.vocab_size, size=prompt_tokens).tolist()
     request = Request(prompt=Prompt(ids), sampler=Sampler(params=_GREEDY), max_tokens=tokens)
-    while not request.is_over:
-        step(llm.kv_cache_manager, [request])
+    for energy, until in zip(into, (1, tokens), strict=True):
+        with window(energy or Energy()):
+            while not request.is_over and len(request.token_ids) < until:
+                step(llm.kv_cache_manager, [request])
     return request.profile
 
 
@@ -95,7 +124,14 @@ def with_depth(llm: LLM, raw: Any, depth: int) -> Any:
 
 
 def run_both_modes(
-    llm: LLM, options: Options, raw: Any, index: int, pair: Pair, *, eagle_first: bool
+    llm: LLM,
+    options: Options,
+    raw: Any,
+    index: int,
+    pair: Pair,
+    *,
+    eagle_first: bool,
+    window: Window = no_energy,
 ) -> None:
     """Run a request with and without speculation, and add a sample to each series of a pair.
 
@@ -105,8 +141,11 @@ def run_both_modes(
     outputs: dict[bool, RequestOutput] = {}
     for speculative in (eagle_first, not eagle_first):
         output = start_request(llm, options, raw, index, speculative=speculative).answer
-        for _ in output:
-            pass
+        steps = iter(output)
+        next(steps, None)  # the prefill
+        with window((pair.eagle if speculative else pair.plain).energy):
+            for _ in steps:
+                pass
         if len(output.token_ids) < 2:
             raise RequestError(
                 f"$.requests[{index}] has an output of one token, from the prefill",

@@ -9,7 +9,7 @@ import json
 import statistics
 from typing import Any
 
-from edgellm.tools.bench.results import Results, Series
+from edgellm.tools.bench.results import PLAIN, Results, Series
 from edgellm.tools.tables import Table, markdown
 
 NAMES = ("text", "markdown", "csv", "json")
@@ -19,6 +19,7 @@ def tables(results: Results) -> list[Table]:
     """Return the results as tables."""
     found = [_speeds(results)] if results.series else []
     found += [_texts(results)] if results.pairs else []
+    found += [_energies(results)] if results.measures_energy else []
     facts = {**results.facts, "peak memory": f"{results.peak_memory_bytes / 1e6:.0f} MB"}
     return [
         *found,
@@ -38,7 +39,7 @@ def as_markdown(results: Results) -> str:
 
 def as_csv(results: Results) -> str:
     """Return CSV: one line per series, with engine, settings and machine."""
-    rows = [{**_series_row(one), **results.facts} for one in _all(results)]
+    rows = [{**_series_row(one, results), **results.facts} for one in _all(results)]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -54,7 +55,7 @@ def as_json(results: Results) -> str:
         "settings": results.settings,
         "complete_repetitions": results.repetitions,
         "peak_memory_bytes": results.peak_memory_bytes,
-        "series": [{**_series_row(one), "samples": one.samples} for one in _all(results)],
+        "series": [{**_series_row(one, results), "samples": one.samples} for one in _all(results)],
         "texts": [
             {
                 "name": pair.plain.name,
@@ -75,10 +76,14 @@ def _all(results: Results) -> list[Series]:
     return [*results.series, *(one for pair in results.pairs for one in (pair.plain, pair.eagle))]
 
 
-def _series_row(series: Series) -> dict[str, Any]:
-    """Return the fields of a series without its samples."""
+def _series_row(series: Series, results: Results) -> dict[str, Any]:
+    """Return the fields of a series without its samples; energy if it is measured."""
     row = dataclasses.asdict(series)
-    del row["samples"]
+    del row["samples"], row["energy"]
+    if results.measures_energy:
+        row["joules_per_token"] = round(series.joules_per_token, 6)
+        row["average_watts"] = round(series.energy.average_watts, 3)
+        row["peak_watts"] = round(series.energy.peak_watts, 3)
     return {
         **row,
         "repetitions": len(series.samples),
@@ -99,6 +104,25 @@ def _speeds(results: Results) -> Table:
         rows=rows,
         note="samples are interleaved; decode T behind N: T tokens after N in the KV cache "
         "(minimum 1)",
+    )
+
+
+def _energies(results: Results) -> Table:
+    rows = tuple(
+        (
+            one.name if one.mode == PLAIN else f"{one.name}, speculative",
+            f"{one.joules_per_token:.4f}",
+            f"{one.energy.average_watts:.2f}",
+            f"{one.energy.peak_watts:.2f}" if one.energy.peak_watts else "-",
+            _rate(one.median),
+        )
+        for one in _all(results)
+    )
+    return Table(
+        title="Energy",
+        columns=("", "joules a token", "watts, average", "watts, peak", "tokens/s, median"),
+        rows=rows,
+        note="of all samples, with what an idle machine takes; a peak needs 25 ms",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
+from edgellm.tools.energy import Energy
+
 PREFILL, DECODE, TEXT = "prefill", "decode", "text"
 PLAIN, EAGLE = "plain", "eagle"
 
@@ -19,6 +21,13 @@ class Series:
     tokens: int  # of a sample; for texts, of the last output
     depth: int  # tokens in the KV cache before the first counted one
     samples: list[float] = field(default_factory=list)
+    energy: Energy = field(default_factory=Energy)  # of all samples, if it is measured
+
+    @property
+    def joules_per_token(self) -> float:
+        """Mean over all samples; 0 if no energy was measured."""
+        counted = self.tokens * len(self.samples)
+        return self.energy.joules / counted if counted else 0.0
 
     @property
     def median(self) -> float:
@@ -75,6 +84,7 @@ class Results:
     pairs: list[Pair] = field(default_factory=list)
     repetitions: int = 0  # complete ones
     peak_memory_bytes: int = 0  # of the process
+    measures_energy: bool = False
 
     @property
     def facts(self) -> dict[str, str]:

@@ -38,6 +38,7 @@ def edgellm_serve(
 ) -> None:
     """Serve engines over HTTP with OpenAI's and Triton's protocols."""
     how = spec_flags.read()
+    from edgellm.tools.energy import Meter, find_sensors
     from edgellm.tools.serve import heap, settings
     from edgellm.tools.serve.engines import models
     from edgellm.tools.serve.engines.loading import Loading
@@ -82,10 +83,13 @@ def edgellm_serve(
         has_own_folders=len(given) > 1,
     )
     heap.manage()
+    sensors = find_sensors() if flags.energy else []
     loading.prepare(given)  # fails before an engine is loaded
     listeners = _listeners(flags.host, flags.port, flags.metrics_port, flags.grpc_port)
     engines = EnginePool(given, loading, wanted)
     lora.load_given(engines.begin(), flags.lora_modules or (), [model.name for model in given])
+    if sensors:
+        engines.registry.show_energy(Meter(sensors).start())
     request_log.configure(flags.log_level, flags.log_format)
     _run(engines, listeners, flags.grpc_port, flags.host, flags.drain_timeout)
 

@@ -76,6 +76,14 @@ MetricsPort = Annotated[
         rich_help_panel="Server",
     ),
 ]
+MeasuresEnergy = Annotated[
+    bool,
+    typer.Option(
+        "--energy",
+        help="Show the machine's joules and watts on /metrics: RAPL on x86, INA sensors on Jetson.",
+        rich_help_panel="Server",
+    ),
+]
 ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
@@ -266,6 +274,7 @@ class ServeFlags:
     port: Port = 8000
     grpc_port: GrpcPort = None
     metrics_port: MetricsPort = None
+    energy: MeasuresEnergy = False
     api_key_file: ApiKeyFile = None
     allow_no_key: AllowNoKey = False
     model_name: ModelName = None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.tools.energy import Meter
 from edgellm.tools.serve.engines.events import Finished
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
@@ -28,9 +32,32 @@ class Registry:
             self._families[name] = kind(name, text, registry=self._collectors, **more)
         return self._families[name]
 
+    def show_energy(self, meter: Meter) -> None:
+        """Add the machine's energy since the start, and its power since the last page."""
+        self._collectors.register(_EnergyCollector(meter))
+
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._collectors)
+
+
+class _EnergyCollector(Collector):
+    """Metrics of the whole machine, without a label for an engine."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._last = (0.0, 0.0)  # joules, seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Read the sensors."""
+        self._meter.read()
+        total, (joules, seconds) = self._meter.total, self._last
+        yield CounterMetricFamily("edgellm:energy_joules", "Energy.", value=total.joules)
+        self._last = total.joules, total.seconds
+        watts = (total.joules - joules) / (total.seconds - seconds or 1.0)
+        yield GaugeMetricFamily("edgellm:power_watts", "Power since the last page.", value=watts)
+        peak = total.peak_watts
+        yield GaugeMetricFamily("edgellm:peak_power_watts", "Highest power.", value=peak)
 
 
 class Metrics:
