@@ -152,14 +152,17 @@ def round_host_ms(num_bytes: int, budget: Budget | None = None) -> dict[str, flo
 
     Returns:
         By the tokens that the base verifies: 1, if the draft proposed nothing, or 2 and more; {} if
-        the budget does not allow a single round.
+        the budget does not allow a single timed round.
     """
     budget = budget or Budget()
     kinds = None, _drafter(_NO_CHANCE), _drafter(0.5)
     steps = [_steps_ms(num_bytes, drafter) for drafter in kinds]
     rounds: list[list[float]] = []
-    while len(rounds) < _UNTIMED + _REPEATS and budget.left_s:
+    took_s, left_s = 0.0, budget.left_s
+    while len(rounds) < _UNTIMED + _REPEATS and took_s < left_s:
         rounds.append([next(each) for each in steps])
+        before_s, left_s = left_s, budget.left_s
+        took_s = before_s - left_s  # the next one takes no longer
     if len(rounds) <= _UNTIMED:
         return {}
     # The median, since cold code has no fastest run.

@@ -170,6 +170,38 @@ def test_all_measurements_of_a_build_share_one_budget(clock, monkeypatch, shape,
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
+def test_rounds_of_a_slow_host_keep_their_budget(clock, monkeypatch, seconds):
+    """A round is three steps; the first one alone may exceed the budget."""
+
+    def step(*_: object) -> None:
+        clock.now_s += seconds
+
+    monkeypatch.setattr(spec_overhead, "step", step)
+    found = spec_overhead.round_host_ms(1000, Budget(1.0))
+    assert clock.now_s <= max(1.0, 3 * seconds)
+    assert bool(found) == (9 * seconds <= 1.0)  # after two untimed rounds
+    assert set(found.values()) <= {0.0}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_a_size_may_be_slower_than_the_smaller_ones_say(clock, shape, seconds):
+    """One that runs another graph, for example: it is the last one."""
+    takes, rows_seen = SHAPES[shape](seconds, seconds * 0.1), []
+
+    def run(rows: int) -> None:
+        rows_seen.append(rows)
+        clock.now_s += takes(rows) * (100 if rows > 1 else 1)
+
+    found = timed_by_rows(run, MEASURED_ROWS, Budget(BUDGET_S))
+    assert list(found) == [str(rows) for rows in MEASURED_ROWS]
+    if clock.now_s > max(BUDGET_S, takes(1)):
+        assert rows_seen == [1, 2]
+    for rows in MEASURED_ROWS:
+        assert isinstance(found[str(rows)], EstimatedMs) == (rows not in rows_seen)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
 def test_draft_timing_stays_within_the_shared_budget(clock, seconds):
     session = WatchedDraft(clock, seconds)
     costs = draft.costs(session, DRAFT_SPEC, max_rows=4)
