@@ -26,7 +26,7 @@ endef
 # They count what a server does in a time, so they run after the others.
 ALONE = $(addprefix tests/tools/serve/test_,aiperf.py clients.py hostile.py hybrids.py load.py)
 
-.PHONY: adversary bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types \
+.PHONY: adversary arm bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types \
 	quick-tests lowest newest wheel clean
 
 demo: $(DEMO_VENV)/installed
@@ -50,6 +50,11 @@ most-tests: $(TEST_VENV)/installed
 # Random attacks on everything that reads, writes or answers; the test suite has a share of them.
 adversary: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python tests/adversary/run.py --minutes $(MINUTES)
+
+# Minutes: the device part on aarch64, by an emulator. ARM_ROOT is a root of Debian for arm64, ONLY one of
+# the steps; without them mmdebstrap makes a root, and all steps run.
+arm: $(TEST_VENV)/installed
+	$(TEST_VENV)/bin/python tests/arm/device_on_arm.py $(if $(ARM_ROOT),--root $(ARM_ROOT)) $(if $(ONLY),--only $(ONLY))
 
 # Without torch and its kin: the type checker takes their types as unknown, their tests are left out.
 quick:
