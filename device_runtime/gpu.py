@@ -17,6 +17,13 @@ def compute_capability() -> int | None:
     return 10 * major.value + minor.value if asked else None
 
 
+def name() -> str:
+    """Name of the first GPU; "" without a GPU."""
+    text = ctypes.create_string_buffer(256)
+    asked = _ask(("cuDeviceGetName", text, len(text)))
+    return text.value.decode(errors="replace") if asked else ""
+
+
 def memory_bytes() -> int:
     """Memory of the first GPU, on a Jetson the system's; 0 without a GPU."""
     size = ctypes.c_size_t()

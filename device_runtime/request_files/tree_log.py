@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.speculate.acceptance import Round
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 
@@ -24,20 +25,26 @@ class TreeLog:
             return
         entry: dict[str, Any] = {"emitted": [self._text(token) for token in step.token_ids]}
         if found.tree is not None:
-            tree = found.tree
-            entry |= {
-                "tokens": [self._text(token) for token in tree.token_ids.tolist()],
-                "parents": tree.parents.tolist(),
-                # expected: of the path, by the policy; confidence: of the node, by the draft.
-                "expected": [round(value, 4) for value in tree.probabilities.tolist()],
-                "confidence": [round(value, 4) for value in found.confidences],
-                "path": list(found.path),
-                "bonus": self._text(found.token_ids[-1]),
-            }
+            entry |= tree_as_json(found, self.tokenizer)
+            # of the path, by the policy
+            entry["expected"] = [round(value, 4) for value in found.tree.probabilities.tolist()]
         self.rounds.append(entry)
 
     def _text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id])
+
+
+def tree_as_json(found: Round, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The draft tree of a round: nodes in topological order, accepted path, bonus token."""
+    tree = found.tree
+    assert tree is not None
+    return {
+        "tokens": [tokenizer.decode([token]) for token in tree.token_ids.tolist()],
+        "parents": tree.parents.tolist(),
+        "confidence": [round(value, 4) for value in found.confidences],  # of the node, by the draft
+        "path": list(found.path),
+        "bonus": tokenizer.decode([found.token_ids[-1]]),
+    }
 
 
 def trees_as_json(input_file: str, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:

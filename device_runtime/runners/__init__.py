@@ -17,7 +17,7 @@ from edgellm.core.manifest import DEVICES, Engine, library_of
 from edgellm.device_runtime.runners.runner import Runner
 
 # Devices of the backends, in the order in which "auto" tries them.
-_DEVICES = {"tensorrt": "cuda", "onnxruntime_cuda": "cuda", "onnxruntime_cpu": "cpu"}
+DEVICE_OF = {"tensorrt": "cuda", "onnxruntime_cuda": "cuda", "onnxruntime_cpu": "cpu"}
 
 
 class Backend(Protocol):
@@ -84,7 +84,7 @@ def automatic(device: str = "") -> tuple[str, dict[str, str]]:
         EdgeLLMError: no backend runs here.
     """
     reasons: dict[str, str] = {}
-    for name in (each for each, runs_on in _DEVICES.items() if device in (runs_on, "")):
+    for name in (each for each, runs_on in DEVICE_OF.items() if device in (runs_on, "")):
         reasons[name] = _reason_against(name)
         if not reasons[name]:
             return name, {key: reason for key, reason in reasons.items() if key != name}
@@ -97,7 +97,7 @@ def automatic(device: str = "") -> tuple[str, dict[str, str]]:
 def title(name: str) -> str:
     """A backend's name for users."""
     library = library_of(name)
-    return library if library == name else f"{library} on {_DEVICES[name]}"
+    return library if library == name else f"{library} on {DEVICE_OF[name]}"
 
 
 def find(name: str) -> Backend:

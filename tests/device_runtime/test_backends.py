@@ -37,7 +37,7 @@ def machine(monkeypatch):
 
 
 def test_backends_are_tried_fastest_first():
-    assert list(runners._DEVICES) == list(BACKENDS)
+    assert list(runners.DEVICE_OF) == list(BACKENDS)
     assert sorted(BACKENDS) == runners.names()
 
 

@@ -21,7 +21,7 @@ def facts() -> dict[str, str]:
     """Return processor, memory, clocks, power mode, load and versions."""
     found = {
         "board": _read(Path("/proc/device-tree/model")),
-        "CPU": _cpu_name(),
+        "CPU": cpu_name(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
         "memory": f"{physical_memory_bytes() / 1e9:.1f} GB",
         "governor": _read(_CPU / "cpu0/cpufreq/scaling_governor"),
@@ -46,7 +46,7 @@ def busy_warning() -> str:
     return f"the load is {load:.1f} on {cores} cores: other programs disturb the results"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """Return the model name; on ARM, which has none, the core's part number."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     fields = {

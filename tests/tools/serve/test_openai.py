@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import openai
 import pytest
 
@@ -193,6 +195,27 @@ def test_tokens_come_with_their_origin_when_asked(client):
     assert set(origins) <= {"drafted", "bonus", "plain"}
     speculation = chunks[-1]["usage"]["speculation"]
     assert origins.count("drafted") == speculation["total_accepted_draft_tokens"]
+
+
+def test_draft_trees_come_when_asked(client):
+    """A tree's accepted path and bonus token are the tokens of its event."""
+    options = {"include_tokens": True, "include_trees": True}
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, temperature=0, max_tokens=60, stream=True,
+        extra_body={"stream_options": options},
+    )  # fmt: skip
+    rounds = [found for chunk in stream if (found := chunk.model_dump().get("edgellm"))]
+    drafted = [found for found in rounds if found["drafted"]]
+    assert all(("tree" in found) == bool(found["drafted"]) for found in rounds)
+    assert len(drafted) > 5
+    for found in drafted:
+        tree = found["tree"]
+        texts = [tree["tokens"][node].strip() for node in tree["path"][1:]] + [tree["bonus"]]
+        assert [text.strip() for text, _ in found["tokens"]] == texts[: len(found["tokens"])]
+        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["confidence"])
+        assert len(tree["tokens"]) == 1 + found["drafted"]
+        pairs = list(itertools.pairwise(tree["path"]))
+        assert all(tree["parents"][node] == above for above, node in pairs)
 
 
 def test_the_model_list_has_the_served_model(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -73,9 +74,10 @@ def _ask(page, text, count=1):
     _answered(page, count)
 
 
-def _events(text, tokens=(), usage=None, **choice):
+def _events(text, tokens=(), usage=None, tree=None, **choice):
     """A stream of the server: one event with a text and its tokens, then the usage."""
     origins = {"tokens": list(tokens), "drafted": 3 if len(tokens) > 1 else 0, "accepted": 1}
+    origins |= {"tree": tree} if tree else {}
     delta = {"index": 0, "delta": {"content": text}, **choice}
     counts = usage or {"prompt_tokens": 7, "completion_tokens": 3}
     events = [{"choices": [delta], "edgellm": origins}, {"choices": [], "usage": counts}]
@@ -129,10 +131,86 @@ def test_a_conversation_by_keyboard(page, server, offline):
     tokens, reused = page.inner_text("#prompt").split(", ")
     assert 40 < int(reused) < int(tokens)
     assert page.inner_text("#used") == f"{int(tokens) + 40} of 4,096 tokens"
+    _sees_the_tree_of_a_round(page)
     speed = page.inner_text("#speed")
     page.click("#fresh")
     assert f"{speed} tokens/s in the last output" in page.inner_text("#start p")
     assert not page.locator("#speed").is_visible()
+
+
+def _sees_the_tree_of_a_round(page):
+    """The tree of a drafted token has a node for each draft; its path is what was accepted."""
+    page.locator(".assistant button:text('Tokens')").last.click()
+    view = page.locator(".tree-view").last
+    assert not view.is_visible()  # no token is chosen
+    page.locator(".assistant").last.locator(".tokens .bonus").first.click()
+    summary = view.locator("summary").inner_text()
+    drafted, accepted = map(int, re.findall(r"\d+", summary))
+    assert f"Round: {drafted} drafted, {accepted} accepted" in page.inner_text(".detail >> nth=-1")
+    assert view.locator(".node").count() == 0
+    view.locator("summary").click()
+    view.locator(".root").wait_for()
+    assert view.locator(".node").count() == 1 + drafted
+    assert view.locator(".root").count() == 1
+    assert view.locator(".node.rejected").count() == drafted - accepted
+    chosen = page.locator(".assistant").last.locator(".tokens .chosen").text_content()
+    assert f"the model's own token: {json.dumps(chosen.strip())}" in view.inner_text()
+
+
+def test_the_tree_of_a_round_has_its_branches(page, server):
+    tree = {
+        "tokens": ["a", "b", "c", "d", "e"],
+        "parents": [-1, 0, 0, 1, 3],
+        "confidence": [1, 0.75, 0.25, 0.5, 0.5],
+        "path": [0, 1, 3],
+        "bonus": "f",
+    }
+    tokens = [["b", "drafted"], ["d", "drafted"], ["f", "bonus"]]
+    bodies = _replies(page, _events("bdf", tokens, tree=tree))
+    _open(page, server)
+    _ask(page, "w20")
+    assert bodies[0]["stream_options"]["include_trees"] is True
+    page.click(".assistant button:text('Tokens')")
+    page.focus(".tokens")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.tagName") == "SUMMARY"
+    page.keyboard.press("Enter")
+    page.locator(".tree").wait_for()
+    chains = page.eval_on_selector_all(
+        ".tree li", "all => all.map(e => [...e.children].filter(c => c.matches('.node'))"
+        ".map(c => c.firstChild.textContent).join(''))",
+    )  # fmt: skip
+    assert chains == ["a", "bde", "c"]
+    accepted = page.locator(".node.accepted").all_text_contents()
+    assert accepted == ["b accepted, 75 %", "d accepted, 50 %"]
+    _picture(page, "serve-tree.png")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("ArrowRight")  # another token of the round: the tree stays open
+    assert page.locator(".tree li").count() == 3
+
+
+def test_the_start_and_the_panel_show_the_device_and_the_defaults(page, roomy_engine):
+    defaults = '{"temperature": 0.6, "max_tokens": 9}'
+    flags = ["--modelName", "tiny", "--overrideGenerationConfig", defaults]
+    with serving(roomy_engine, *flags) as own:
+        _open(page, own)
+        page.wait_for_selector("#start p")
+        described = own.json("/api/show", {"model": "tiny"})[1]["edgellm"]
+        start = page.inner_text("#start p")
+        assert re.search(r"\d+ threads?", described["device"])
+        assert described["device"] in start
+        assert f"about {described['tokens_per_second']:.0f} tokens/s without drafts" in start
+        values = {
+            name: page.get_attribute(f"#{name}", "placeholder")
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "tokens")
+        }
+        assert values == {
+            "temperature": "0.6", "top_p": "1", "top_k": "all tokens", "min_p": "0",
+            "seed": "random", "tokens": "9",
+        }  # fmt: skip
+        _ask(page, "w20")
+        assert len(page.locator(".assistant .markdown").text_content().split()) == 9
 
 
 def test_an_empty_start_shows_the_model_and_examples_and_nothing_empty(page, server):
@@ -427,7 +505,7 @@ def test_settings_are_sent_kept_and_reset(page, server):
     bodies = _replies(page, _events("x"))
     _open(page, server)
     page.locator("summary", has_text="Settings").click()
-    assert page.get_attribute("#temperature", "placeholder") == "the model's, or 1"
+    page.wait_for_function("() => document.getElementById('temperature').placeholder === '1'")
     page.fill("#temperature", "0.3")
     page.fill("#top_k", "20")
     page.fill("#system", "Be brief.")

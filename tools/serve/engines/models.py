@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from edgellm.core.manifest import (
     load_engine,
 )
 from edgellm.core.model_spec import cache_bytes
+from edgellm.device_runtime import gpu
+from edgellm.device_runtime.runners import DEVICE_OF
+from edgellm.tools.bench.machine import cpu_name
 
 BYTES_PER_GB = 10**9
 
@@ -120,6 +124,14 @@ def _model(name: str, folder: Path, visual: Path | None, draft_model: Path | Non
         visual=visual,
         num_bytes=sum(map(_num_bytes, parts)),
     )
+
+
+def device_of(engine: Engine) -> str:
+    """The processor that computes an engine, as its maker names it."""
+    if DEVICE_OF.get(engine.backend) == "cuda":
+        return gpu.name() or "GPU"
+    threads = engine.threads or len(os.sched_getaffinity(0))
+    return f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _num_bytes(engine: Engine) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.request_files.tree_log import tree_as_json
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 
 def origins(step: Step) -> dict[str, Any]:
@@ -24,3 +26,11 @@ def origins(step: Step) -> dict[str, Any]:
         tokens = [[step.text, own]]  # held back as a possible stop string
     size = len(found.tree) - 1 if found is not None and found.tree is not None else 0
     return {"tokens": tokens, "drafted": size, "accepted": accepted}
+
+
+def draft_tree(step: Step, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """The draft tree of a step as `tree`; {} if nothing was drafted."""
+    found = step.round
+    if found is None or found.tree is None or len(found.tree) == 1:
+        return {}
+    return {"tree": tree_as_json(found, tokenizer)}

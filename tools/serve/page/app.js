@@ -5,7 +5,7 @@ import { drawChatList } from "./chat_list.js";
 import { isKept, keep, listChats, newChat, saveChat, sentMessages } from "./chats.js";
 import { find, make } from "./dom.js";
 import { Figures, showContext } from "./figures.js";
-import { options, setUpSettings } from "./settings.js";
+import { options, setUpSettings, showDefaults } from "./settings.js";
 import { drawStart, factsOf } from "./start.js";
 import { Answer, addFault, addQuestion } from "./turns.js";
 
@@ -42,9 +42,12 @@ async function choose(id) {
   try {
     const description = await describe(id);
     model.facts = factsOf(description, capacity);
+    model.speed = description.edgellm?.tokens_per_second;
+    model.defaults = description.edgellm?.defaults;
     model.takesPictures = description.capabilities.includes("vision");
   } catch { // an adapter, or another server: its facts stay unknown
   }
+  showDefaults(model.defaults);
   find("attach").textContent = model.takesPictures ? "Picture or file" : "File";
   setUpAttachments(model, say);
   showUsed();
@@ -176,7 +179,7 @@ function request(asked) {
     messages: sentMessages(asked.messages, find("system").value.trim()),
     ...options(),
     stream: true,
-    stream_options: { include_usage: true, include_tokens: true },
+    stream_options: { include_usage: true, include_tokens: true, include_trees: true },
   };
 }
 

@@ -6,6 +6,7 @@ const NUMBERS = {
   temperature: "temperature", top_p: "top_p", top_k: "top_k", min_p: "min_p",
   repetition_penalty: "repetition_penalty", seed: "seed", max_tokens: "tokens",
 };
+const PLACEHOLDERS = Object.fromEntries(Object.values(NUMBERS).map((id) => [id, find(id).placeholder]));
 const KEPT = [...Object.values(NUMBERS), "system", "theme"];
 
 /** Options of a request; what is empty is the model's. */
@@ -14,6 +15,19 @@ export function options() {
   const numbers = Object.fromEntries(given.map(([name, id]) => [name, Number(find(id).value)]));
   const alternatives = find("alternatives").checked ? { logprobs: true, top_logprobs: 5 } : {};
   return { ...numbers, ...alternatives };
+}
+
+/** Shows the values that a model's requests have where they give none; without them, what they may be. */
+export function showDefaults(defaults) {
+  for (const [name, id] of Object.entries(NUMBERS)) {
+    find(id).placeholder = defaults ? shown(name, defaults[name]) : PLACEHOLDERS[id];
+  }
+}
+
+function shown(name, value) {
+  if (name === "top_k" && value === 0) return "all tokens";
+  const absent = { seed: "random", max_tokens: "what fits", min_p: "0", repetition_penalty: "1" };
+  return String(value ?? absent[name]);
 }
 
 export function setUpSettings() {

@@ -9,9 +9,11 @@ const EXAMPLES = [
 ];
 
 /** Draws the start of a conversation with a model, whose `facts` may be unknown. */
-export function drawStart({ id, facts = [] }) {
-  const speed = recall(`speed:${id}`);
-  const shown = [...facts, ...(speed ? [`${speed.toFixed(1)} tokens/s in the last output`] : [])];
+export function drawStart({ id, facts = [], speed }) {
+  const last = recall(`speed:${id}`);
+  const shown = [...facts];
+  if (last) shown.push(`${last.toFixed(1)} tokens/s in the last output`);
+  else if (speed) shown.push(`about ${speed.toFixed(0)} tokens/s without drafts, as the build measured`);
   const examples = EXAMPLES.map((text) => button(text, () => {
     find("text").value = text;
     find("text").focus();
@@ -23,13 +25,14 @@ export function drawStart({ id, facts = [] }) {
 }
 
 /** Facts of a model from the server's description. */
-export function factsOf({ model_info: info, capabilities }, capacity) {
+export function factsOf({ model_info: info, capabilities, edgellm }, capacity) {
   const count = info["general.parameter_count"];
   return [
     info["general.architecture"],
     ...(count ? [`${size(count)} parameters`] : []),
     ...(capacity ? [`${capacity.toLocaleString("en")} tokens of context`] : []),
     ...(capabilities.includes("vision") ? ["takes pictures"] : []),
+    ...(edgellm?.device ? [edgellm.device] : []),
   ];
 }
 

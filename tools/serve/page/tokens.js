@@ -1,5 +1,6 @@
 // The tokens of an output: coloured by origin; one token's alternatives and its round on demand.
 import { make } from "./dom.js";
+import { drawTree } from "./draft_tree.js";
 
 const ORIGINS = {
   drafted: "drafted and accepted",
@@ -20,6 +21,7 @@ export function drawTokens(element, tokens) {
   list.append(...tokens.map(({ text, origin }) => make("span", { className: origin, textContent: text })));
   const detail = make("p", { className: "detail", textContent: "Choose a token for its details." });
   detail.setAttribute("role", "status");
+  const tree = make("details", { className: "tree-view", hidden: true });
   let chosen = -1;
   const choose = (index) => {
     if (index < 0 || index >= tokens.length) return;
@@ -27,13 +29,14 @@ export function drawTokens(element, tokens) {
     chosen = index;
     list.children[chosen].classList.add("chosen");
     detail.textContent = describe(tokens[chosen]);
+    drawTree(tree, tokens[chosen].tree);
   };
   list.onclick = ({ target }) => choose([...list.children].indexOf(target));
   list.onkeydown = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (step) choose(chosen + step);
   };
-  element.replaceChildren(legend, list, detail);
+  element.replaceChildren(legend, list, detail, tree);
 }
 
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;

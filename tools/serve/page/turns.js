@@ -66,11 +66,11 @@ export class Answer {
     message.reasoning += choice?.delta.reasoning_content ?? "";
     if (choice?.finish_reason === "length") message.note = "The output reached its maximum length.";
     if (event.edgellm) {
-      const { tokens, drafted, accepted } = event.edgellm;
+      const { tokens, drafted, accepted, tree } = event.edgellm;
       const logprobs = choice?.logprobs?.content ?? [];
       tokens.forEach(([text, origin], index) => {
         const { logprob, top_logprobs: others } = logprobs[index] ?? {};
-        message.tokens.push({ text, origin, drafted, accepted, logprob, others });
+        message.tokens.push({ text, origin, drafted, accepted, tree, logprob, others });
       });
     }
     this.#drawSoon();

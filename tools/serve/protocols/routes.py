@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -10,7 +11,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from edgellm.core.graph_roles import PASS
 from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.tools.serve.engines.models import device_of
 from edgellm.tools.serve.http.errors import MESSAGES, RESPONSES
 from edgellm.tools.serve.output.chat_output import ChatOutput
 from edgellm.tools.serve.output.streams import Writer
@@ -24,6 +27,7 @@ from edgellm.tools.serve.protocols.openai.tokenize import count_of
 from edgellm.tools.serve.routing.engine_pool import EnginePool, Place
 from edgellm.tools.serve.routing.handler import EngineHandler
 from edgellm.tools.serve.schemas.openai import ChatRequest
+from edgellm.tools.serve.schemas.sampling import NEUTRAL
 
 
 def add_protocols(app: FastAPI, engines: EnginePool, version: str) -> None:
@@ -163,6 +167,7 @@ def _add_ollama_models(app: FastAPI, engines: EnginePool, version: str) -> None:
                 "template": served.llm.tokenizer.chat_template or "",
                 "capabilities": capabilities,
                 "model_info": info,
+                "edgellm": await asyncio.to_thread(_page_facts, served),
                 "modified_at": since,
             }
         )
@@ -171,6 +176,17 @@ def _add_ollama_models(app: FastAPI, engines: EnginePool, version: str) -> None:
     async def ollama_version() -> JSONResponse:
         """The server's version."""
         return JSONResponse({"version": version})
+
+
+def _page_facts(served: EngineHandler) -> dict[str, Any]:
+    """What the chat page shows besides: an extension of Ollama's form."""
+    manifest, defaults = served.model.manifest, served.llm.defaults
+    one = manifest.cost_ms.get(PASS, {}).get("1")  # of a pass with one token
+    return {
+        "device": device_of(manifest),
+        "tokens_per_second": round(1000 / one, 1) if one else None,
+        "defaults": {**NEUTRAL, **defaults.sampling, "max_tokens": defaults.max_generate_length},
+    }
 
 
 def _details(place: Place) -> dict[str, Any]:

@@ -54,8 +54,10 @@ class StreamOptions(Body):
     """Extra contents of a stream."""
 
     include_usage: bool = False
-    # An extension: each token with its origin, "drafted", "bonus" or "prompt" (see docs).
+    # Extensions, see docs: each token with its origin, "drafted", "bonus" or "plain"; with these,
+    # the draft tree of each round.
     include_tokens: bool = False
+    include_trees: bool = False
 
 
 FORM = SamplingForm(types={"temperature": Temperature, "top_k": TopK, "seed": AnySeed})

@@ -22,7 +22,7 @@ from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.http.image_source import image_source
 from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import EVENTS
-from edgellm.tools.serve.output.token_origins import origins
+from edgellm.tools.serve.output.token_origins import draft_tree, origins
 from edgellm.tools.serve.output.usage import timing, together, usage
 from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, chat_logprobs
 from edgellm.tools.serve.schemas.openai import (
@@ -213,6 +213,7 @@ class ChatWriter:
         ]
         self._now = self._choices[0]
         self._options = body.stream_options or StreamOptions()
+        self._tokenizer = llm.tokenizer
         self._wants_logprobs = bool(body.logprobs)
         self._head: _Event = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -244,6 +245,8 @@ class ChatWriter:
         found = self._chunk(delta, logprobs={"content": entries} if entries else None)
         if self._options.include_tokens:
             found["edgellm"] = origins(step)
+            if self._options.include_trees:
+                found["edgellm"] |= draft_tree(step, self._tokenizer)
         return [found]
 
     def end(self, figures: Finished) -> list[_Event]:
