@@ -257,6 +257,10 @@ def test_tritonclient_over_grpc(triton, expected):
             client.infer(
                 "tiny", _inputs(module, **given), headers=HEADERS, parameters={"temperatur": 1}
             )
+        with pytest.raises(InferenceServerException, match=r"did you mean priority\?"):
+            client.infer(
+                "tiny", _inputs(module, **given), headers=HEADERS, parameters={"prioritty": 1}
+            )
         with pytest.raises(InferenceServerException, match="an API key is needed"):
             client.infer("tiny", _inputs(module, **given))
 
@@ -320,6 +324,48 @@ def test_a_client_that_leaves_frees_the_engine(triton):
         waited(process, "vllm:num_requests_running", 0)
     finally:
         process.send = plain
+
+
+def test_grpc_calls_are_in_the_log(triton, roomy_engine):
+    """One line for each call, and for each request of a stream."""
+    del triton  # has installed the client
+    import tritonclient.grpc as module
+    from tritonclient.utils import InferenceServerException
+
+    flags = ("--modelName", "tiny", "--grpcPort", 0, "--logLevel", "info", "--logFormat", "json")
+    server = ServerProcess(roomy_engine, *flags)
+    port = re.search(r"gRPC at 127.0.0.1:(\d+)", server.greeting)[1]
+    given = {"text_input": PROMPT, "max_tokens": TOKENS, "temperature": 0.0}
+    found: queue.Queue = queue.Queue()
+    with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        assert client.is_server_live()  # a probe
+        client.infer("tiny", _inputs(module, **given))
+        with pytest.raises(InferenceServerException):
+            client.infer("other", _inputs(module, **given))
+        client.get_model_metadata("tiny")
+        _streamed(client, module, [{**given, "stream": True}, {**given, "top_k": -1}], final=True)
+        client.start_stream(lambda result, error: found.put(result or error))
+        left = _inputs(module, text_input=PROMPT, max_tokens=3000, stream=True)
+        client.async_stream_infer("tiny", left)
+        assert found.get(timeout=60) is not None
+        client.stop_stream(cancel_requests=True)
+    server.wait_until("vllm:num_requests_running", 0)
+    code, errors = server.end()
+    assert code == 0
+    lines = [json.loads(line) for line in errors.splitlines()]
+    calls = [line for line in lines if line.get("method") == "gRPC"]
+    service = "/inference.GRPCInferenceService/"
+    assert [(call["path"].removeprefix(service), call["status"]) for call in calls] == [
+        ("ModelInfer", "OK"), ("ModelInfer", "NOT_FOUND"), ("ModelMetadata", "OK"),
+        ("ModelStreamInfer", "OK"), ("ModelStreamInfer", "INVALID_ARGUMENT"),
+        ("ModelStreamInfer", "CANCELLED"),
+    ]  # fmt: skip
+    counts = [(call["prompt_tokens"], call["output_tokens"]) for call in calls]
+    assert counts[:5] == [(3, TOKENS), (0, 0), (0, 0), (3, TOKENS), (0, 0)]
+    assert counts[5][0] == 3
+    assert 0 < counts[5][1] < 3000
+    assert calls[5]["ending"] == "the client disconnected"
+    assert calls[0]["message"].startswith(f"gRPC {service}ModelInfer OK, 3 + {TOKENS} tokens, ")
 
 
 def test_metrics_at_a_separate_port(triton):

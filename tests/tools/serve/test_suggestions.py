@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 MESSAGES = [{"role": "user", "content": "w20"}]
+TENSOR = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["w20"]}
+SAMPLING = {
+    "name": "sampling_parameters", "datatype": "BYTES", "shape": [1], "data": ['{"temperatur": 0}'],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,16 @@ MESSAGES = [{"role": "user", "content": "w20"}]
          "options.num_predct", "num_predict"),
         ("/v2/models/tiny/generate", {"text_input": "w20", "max_tokenz": 3}, "max_tokenz",
          "max_tokens"),
+        ("/v2/models/tiny/infer", {"inputs": [], "output": []}, "output", "outputs"),
+        ("/v2/models/tiny/infer", {"inputs": [], "parameters": {"sequence_begin": 1}},
+         "parameters.sequence_begin", "sequence_end"),
+        ("/v2/models/tiny/infer", {"inputs": [{**TENSOR, "parameters": {"binary_datasize": 1}}]},
+         "inputs.0.parameters.binary_datasize", "binary_data_size"),
+        ("/v2/models/tiny/infer",
+         {"inputs": [TENSOR], "outputs": [{"name": "text_output", "parameters": {"binary": 1}}]},
+         "outputs.0.parameters.binary", "binary_data"),
+        ("/v2/models/tiny/infer", {"inputs": [TENSOR, SAMPLING]}, "parameters.temperatur",
+         "temperature"),
     ],
     ids=str,
 )  # fmt: skip

@@ -1,10 +1,11 @@
-"""The server's log: one line for each request, as text or JSON."""
+"""The server's log: one line for each request, over HTTP or gRPC, as text or JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -56,18 +57,42 @@ class RequestLog:
         try:
             await self._app(scope, receive, observed)
         finally:
-            _write(scope, status, facts, (clock() - began) * 1e3)
+            level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
+            place = (scope["method"], scope["path"])
+            _write(level, place, status, facts, (clock() - began) * 1e3)
 
 
-def _write(scope: Scope, status: int, facts: RequestFacts, ms: float) -> None:
+class LoggedCall:
+    """Context of a gRPC call, which logs it at the end; `status` is the name of its code."""
+
+    def __init__(self, path: str, *, is_probe: bool) -> None:
+        """Probes are logged at level debug."""
+        self.facts, self.status = RequestFacts(), "OK"
+        self._path, self._level = path, logging.DEBUG if is_probe else logging.INFO
+
+    def __enter__(self) -> LoggedCall:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit):
+            self.status = "CANCELLED"
+            self.facts.ending = self.facts.ending or "the client disconnected"
+        ms = (time.monotonic() - self._began) * 1e3
+        _write(self._level, ("gRPC", self._path), self.status, self.facts, ms)
+
+
+def _write(
+    level: int, place: tuple[str, str], status: int | str, facts: RequestFacts, ms: float
+) -> None:
+    """Log a request; `place` is its method and its path."""
     # A path may contain line breaks, which would look like further lines.
-    path = quote(scope["path"][:_MAX_PATH], safe="/:")
+    method, path = place[0], quote(place[1][:_MAX_PATH], safe="/:")
     counts = f", {facts.prompt_tokens} + {facts.output_tokens} tokens"
     tokens = counts if facts.prompt_tokens else ""
     ending = f" ({facts.ending})" if facts.ending else ""
-    level = logging.DEBUG if scope["path"] in PROBES else logging.INFO
     fields = {
-        "method": scope["method"],
+        "method": method,
         "path": path,
         "status": status,
         "prompt_tokens": facts.prompt_tokens,
@@ -75,7 +100,7 @@ def _write(scope: Scope, status: int, facts: RequestFacts, ms: float) -> None:
         "ms": round(ms, 1),
         **({"ending": facts.ending} if ending else {}),
     }
-    line = f"{scope['method']} {path} {status}{tokens}, {ms:.0f} ms{ending}"
+    line = f"{method} {path} {status}{tokens}, {ms:.0f} ms{ending}"
     _log.log(level, "%s", line, extra={"fields": fields})
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
+from edgellm.core.errors import suggestion
 from edgellm.tools.serve.http.errors import ApiError, fault_of
 from edgellm.tools.serve.protocols.kserve.metadata import VERSION
 from edgellm.tools.serve.protocols.kserve.tensors import (
@@ -101,10 +102,9 @@ def parse(content: bytes, header_length: str | None) -> Infer:
     length = len(content) if header_length is None else _length(header_length, len(content))
     try:
         body = InferBody.model_validate_json(content[:length])
-        tensors = _tensors(body.inputs, content[length:])
-        request = request_of(tensors, body.id)
     except ValidationError as error:
-        raise fault_of(error.errors()) from None
+        raise fault_of(error.errors(), InferBody) from None
+    request = requested(_tensors(body.inputs, content[length:]), body.id)
     names = require_outputs([output.name for output in body.outputs])
     all_of_them = body.parameters.binary_data_output
     return Infer(
@@ -121,12 +121,25 @@ def parse(content: bytes, header_length: str | None) -> Infer:
     )
 
 
+def requested(tensors: Sequence[Tensor], identity: str) -> GenerateRequest:
+    """As `request_of`; raises `ApiError`."""
+    try:
+        return request_of(tensors, identity)
+    except ValidationError as error:
+        raise fault_of(error.errors(), GenerateRequest) from None
+
+
 def require_parameters(names: Iterable[str], known: type[Body]) -> None:
     """Reject names that a message of gRPC may not have; raises `ApiError`."""
     for name in names:
         if name not in known.model_fields:
             all_of_them = ", ".join(known.model_fields) or "none"
-            raise ApiError(400, f"parameters.{name}: unknown; known are {all_of_them}")
+            meant = suggestion(name, known.model_fields)
+            raise ApiError(
+                400,
+                f"parameters.{name}: unknown; known are {all_of_them}"
+                + (f" ({meant})" if meant else ""),
+            )
 
 
 def require_outputs(asked: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import grpc  # pyright: ignore[reportMissingModuleSource]
-from pydantic import ValidationError
 from starlette.types import Message
 
 from edgellm.core.errors import EdgeLLMError
@@ -18,7 +17,8 @@ from edgellm.tools.serve import heap
 from edgellm.tools.serve.auth import require_key
 from edgellm.tools.serve.engines.events import Finished
 from edgellm.tools.serve.engines.request_stream import BODY_BYTES, Call
-from edgellm.tools.serve.http.errors import ApiError, as_api_error, fault_of
+from edgellm.tools.serve.http.errors import ApiError, as_api_error
+from edgellm.tools.serve.http.request_log import REQUEST_FACTS, LoggedCall, RequestFacts
 from edgellm.tools.serve.output.streams import collect
 from edgellm.tools.serve.protocols.kserve import infer, metadata
 from edgellm.tools.serve.protocols.kserve.messages import MESSAGES, SERVICE
@@ -27,7 +27,6 @@ from edgellm.tools.serve.protocols.kserve.tensors import (
     Tensor,
     read,
     read_bytes,
-    request_of,
     text_bytes,
 )
 from edgellm.tools.serve.protocols.triton.generate import GenerateRequest, GenerateWriter
@@ -43,6 +42,8 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_PROBES = ("ServerLive", "ServerReady")
+_STREAM = "ModelStreamInfer"
 _FINAL, _WANTS_FINAL = "triton_final_response", "triton_enable_empty_final_response"
 # Datatype -> field of `InferTensorContents`
 _CONTENTS = {
@@ -53,14 +54,17 @@ _CONTENTS = {
 }  # fmt: skip
 
 
+_Call = Callable[[Any, RequestFacts], Awaitable[Any]]
+
+
 class _Connection:
     """`Connection` of a gRPC client: gRPC cancels the task when the client disconnects."""
 
     scope: dict[str, Any]
 
-    def __init__(self, leases: ExitStack, num_bytes: int) -> None:
-        """`leases` ends with the request; the message has `num_bytes`."""
-        self.scope = {LEASES: leases, BODY_BYTES: num_bytes}
+    def __init__(self, leases: ExitStack, num_bytes: int, facts: RequestFacts) -> None:
+        """`leases` ends with the request; the message has `num_bytes`; the log has `facts`."""
+        self.scope = {LEASES: leases, BODY_BYTES: num_bytes, REQUEST_FACTS: facts}
 
     async def receive(self) -> Message:
         """Never returns."""
@@ -84,17 +88,18 @@ class Service:
             "ServerMetadata": self._metadata,
             "ModelMetadata": self._model_metadata,
             "ModelConfig": self._config,
-            "ModelInfer": self._infer,
         }
+        logged = {name: _without_facts(call) for name, call in unary.items()}
+        logged["ModelInfer"] = self._infer
         made = {
             name: grpc.unary_unary_rpc_method_handler(
                 self._checked(name, call),
                 MESSAGES[f"{name}Request"].FromString,
                 MESSAGES[f"{name}Response"].SerializeToString,
             )
-            for name, call in unary.items()
+            for name, call in logged.items()
         }
-        made["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+        made[_STREAM] = grpc.stream_stream_rpc_method_handler(
             self._stream,
             MESSAGES["ModelInferRequest"].FromString,
             MESSAGES["ModelStreamInferResponse"].SerializeToString,
@@ -102,21 +107,23 @@ class Service:
         return grpc.method_handlers_generic_handler(SERVICE, made)
 
     def _checked(
-        self, name: str, call: Callable[[Any], Awaitable[Any]]
+        self, name: str, call: _Call
     ) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
         async def checked(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            try:
-                if name not in ("ServerLive", "ServerReady"):
-                    self._require_key(context)
-                return await call(request)
-            except (ApiError, EdgeLLMError) as error:
-                failed = as_api_error(error)
-            except Exception as error:  # noqa: BLE001 - the server outlives every request
-                _log.exception("a request failed")
-                failed = as_api_error(error)
-            finally:
-                heap.after_request(request.ByteSize())
-            code = _CODES.get(failed.status, grpc.StatusCode.INTERNAL)
+            with _logged(name) as logged:
+                try:
+                    if name not in _PROBES:
+                        self._require_key(context)
+                    return await call(request, logged.facts)
+                except (ApiError, EdgeLLMError) as error:
+                    failed = as_api_error(error)
+                except Exception as error:  # noqa: BLE001 - the server outlives every request
+                    _log.exception("a request failed")
+                    failed = as_api_error(error)
+                finally:
+                    heap.after_request(request.ByteSize())
+                code = _code(failed)
+                logged.status = code.name
             return await context.abort(code, _line(failed))
 
         return checked
@@ -149,11 +156,12 @@ class Service:
         self._engines.find(request.name)
         return MESSAGES["ModelConfigResponse"](config=metadata.config(request.name))
 
-    async def _infer(self, request: Any) -> Any:
+    async def _infer(self, request: Any, facts: RequestFacts) -> Any:
         body, names = self._read(request)
         body.require_path(streams=False)
         with ExitStack() as leases:
-            call, writer = await self._submit(request, body, leases, streams=False)
+            connection = _Connection(leases, request.ByteSize(), facts)
+            call, writer = await self._submit(request, body, connection, streams=False)
             return _response(request, names, await collect(call, writer))
 
     async def _stream(
@@ -164,25 +172,29 @@ class Service:
         try:
             self._require_key(context)
         except ApiError as error:
+            with _logged(_STREAM) as logged:
+                logged.status = grpc.StatusCode.UNAUTHENTICATED.name
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, _line(error))
         async for request in _until(self.ending, requests):
-            try:
-                async for response in self._answers(request):
-                    yield made(infer_response=response)
-            except (ApiError, EdgeLLMError) as error:
-                yield _failed(request, as_api_error(error))
-            except Exception as error:  # noqa: BLE001 - the server outlives every request
-                _log.exception("a request failed")
-                yield _failed(request, as_api_error(error))
-            finally:
-                heap.after_request(request.ByteSize())
+            with _logged(_STREAM) as logged:
+                try:
+                    async for response in self._answers(request, logged.facts):
+                        yield made(infer_response=response)
+                except (ApiError, EdgeLLMError) as error:
+                    yield _failed(request, as_api_error(error), logged)
+                except Exception as error:  # noqa: BLE001 - the server outlives every request
+                    _log.exception("a request failed")
+                    yield _failed(request, as_api_error(error), logged)
+                finally:
+                    heap.after_request(request.ByteSize())
 
-    async def _answers(self, request: Any) -> AsyncIterator[Any]:
+    async def _answers(self, request: Any, facts: RequestFacts) -> AsyncIterator[Any]:
         """Yield one response for each step of a stream, or one with the whole text."""
         body, names = self._read(request)
         with ExitStack() as leases:
             streams = bool(body.stream or body.streaming)
-            call, writer = await self._submit(request, body, leases, streams=streams)
+            connection = _Connection(leases, request.ByteSize(), facts)
+            call, writer = await self._submit(request, body, connection, streams=streams)
             answers = self._steps if streams else self._whole
             async for response in answers(request, names, body, call, writer):
                 yield response
@@ -239,18 +251,14 @@ class Service:
         for output in request.outputs:
             infer.require_parameters(output.parameters, infer.OutputParameters)
         names = infer.require_outputs([output.name for output in request.outputs])
-        try:
-            body = request_of(_tensors(request), request.id)
-        except ValidationError as error:
-            raise fault_of(error.errors()) from None
+        body = infer.requested(_tensors(request), request.id)
         return infer.with_reason(body, names), names
 
     async def _submit(
-        self, request: Any, body: GenerateRequest, leases: ExitStack, *, streams: bool
+        self, request: Any, body: GenerateRequest, connection: _Connection, *, streams: bool
     ) -> tuple[Call, GenerateWriter]:
         """Queues a request; returns it and its writer; raises as `Call`."""
         self._engines.require_room()
-        connection = _Connection(leases, request.ByteSize())
         served = await self._engines.of(request.model_name, connection)
         writer = GenerateWriter(body, served.name, streams=streams)
         asks = [body.ask(served.llm.defaults, served.lora)]
@@ -345,11 +353,28 @@ def _response(
     return response
 
 
-def _failed(request: Any, error: ApiError) -> Any:
+def _failed(request: Any, error: ApiError, logged: LoggedCall) -> Any:
     """The error of one request in a stream, with the request's id."""
+    logged.status = _code(error).name
     response = MESSAGES["ModelInferResponse"](id=request.id)
     response.parameters[_FINAL].bool_param = True
     return MESSAGES["ModelStreamInferResponse"](error_message=_line(error), infer_response=response)
+
+
+def _code(error: ApiError) -> grpc.StatusCode:
+    return _CODES.get(error.status, grpc.StatusCode.INTERNAL)
+
+
+def _logged(name: str) -> LoggedCall:
+    return LoggedCall(f"/{SERVICE}/{name}", is_probe=name in _PROBES)
+
+
+def _without_facts(call: Callable[[Any], Awaitable[Any]]) -> _Call:
+    async def called(request: Any, facts: RequestFacts) -> Any:
+        del facts  # of calls that generate
+        return await call(request)
+
+    return called
 
 
 def _line(error: ApiError) -> str:
