@@ -31,12 +31,18 @@ _DTYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"
 
 
 def _read_dtype(name: str) -> str:
-    if name in ("bf16", "bfloat16"):
+    """The type of activations, from its name here or in other programs.
+
+    ONNX Runtime's CPU provider has no bfloat16 kernel, not even of MatMul or Add, so no portable
+    graph can compute in it.
+    """
+    dtype = _DTYPES.get(name.lower(), name.lower())
+    if dtype in ("bf16", "bfloat16"):
         raise EdgeLLMError(
-            f"--dtype {name}: engines compute activations in fp16 or fp32",
-            hint="give fp32, which has the range of bf16, or fp16, which is faster",
+            f"--dtype {name}: ONNX Runtime computes no bf16 on CPUs, only fp16 or fp32",
+            hint="leave it out: weights of a bf16 checkpoint keep their bits, and activations are "
+            "fp16; if outputs overflow, give --dtype fp32, which has the range of bf16",
         )
-    dtype = _DTYPES.get(name, name)
     require_choice("--dtype", dtype, ("fp16", "fp32"))
     return dtype
 

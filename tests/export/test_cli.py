@@ -7,8 +7,10 @@ import shutil
 import struct
 from pathlib import Path
 
+import onnxruntime
 import pytest
 from conftest import INTERRUPTED, assert_one_line_error, interrupt, limit_file_size, write_tokenizer
+from onnx import TensorProto, helper
 
 from edgellm.core.artifact import verify_files
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
@@ -174,11 +176,38 @@ def test_faults_in_the_tokenizer_are_rejected(command_here, checkpoint, tmp_path
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp16", "float16"), ("half", "float16"), ("Float16", "float16"), ("float32", "float32")],
+)
+def test_the_type_of_activations_has_the_names_of_other_programs(
+    command_here, tiny_checkpoint, tmp_path, name, dtype
+):
+    assert _export(command_here, tiny_checkpoint, tmp_path / "out", "--dtype", name).returncode == 0
+    assert load_bundle(tmp_path / "out", LLM_BUNDLE).dtype == dtype
+
+
+@pytest.mark.parametrize("operator", ["MatMul", "Add", "Mul"])
+def test_why_no_graph_computes_in_bfloat16(operator):
+    """The reason of the error of --dtype bf16: if this fails, bfloat16 may be possible."""
+    values = [helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [2, 2]) for name in "abc"]
+    node = helper.make_node(operator, ["a", "b"], ["c"])
+    graph = helper.make_graph([node], "g", values[:2], values[2:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented):
+        onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
 def test_invalid_flags_are_rejected(command_here, tiny_checkpoint, tmp_path):
     out = tmp_path / "out"
     assert_one_line_error(
         _export(command_here, tiny_checkpoint, out, "--dtype", "fp8"), "fp16 or fp32"
     )
+    for name in ("bf16", "bfloat16", "BF16"):
+        result = _export(command_here, tiny_checkpoint, out, "--dtype", name)
+        assert_one_line_error(result, f"--dtype {name}: ONNX Runtime computes no bf16 on CPUs")
+        assert "keep their bits" in result.stderr
+        assert "--dtype fp32" in result.stderr
     assert_one_line_error(_export(command_here, tiny_checkpoint, out, "--num_layers", "9"), "has 3")
     result = _export(command_here, tiny_checkpoint, out, "--num_lay", "1")
     assert result.returncode == 2
