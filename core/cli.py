@@ -411,11 +411,9 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # before Python 3.13
         return str(error), "give a path whose links end at a file or folder", 2
     if isinstance(error, ModuleNotFoundError):
-        extras = (
-            "in edgellm's folder: pip install '.[export]' on the host, '.[device]' on the device, "
-            "'.[device,serve]' for edgellm-serve"
-        )
-        return f"{error.name} is not installed", extras, 2
+        from edgellm.core.commands.extras import remedy
+
+        return f"{error.name} is not installed", remedy(error.name or ""), 2
     detail = str(error).splitlines()[0] if str(error) else ""
     return f"unexpected {type(error).__name__}: {detail}", "run it with --debug and report it", 3
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import RequestError
 from edgellm.multimodal.images import MAX_PIXELS, content_hash, open_image, read_source
 from edgellm.multimodal.media import Video
@@ -117,7 +118,7 @@ def _decoded(source: str, folder: Path, pick: Pick, fit: Fit) -> Film:
     if importlib.util.find_spec("av") is None:
         raise RequestError(
             "video files need PyAV",
-            hint="in edgellm's folder: pip install '.[video]'; or give a list of frames",
+            hint=f"{install('video')}; or give a list of frames",
         )
     av: Any = importlib.import_module("av")  # an optional package
     name, data = read_source(source, folder)

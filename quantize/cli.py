@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgellm.core.cli import NOTHING_HALF_WRITTEN, App, Overwrite, run_command
+from edgellm.core.commands.extras import remedy
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import EdgeLLMError
@@ -507,10 +508,7 @@ def _require_host() -> None:
 
     for name in ("torch", "transformers", "modelopt", "requests", "huggingface_hub"):
         if importlib.util.find_spec(name) is None:
-            raise EdgeLLMError(
-                f"quantizing needs {name}",
-                hint="in edgellm's folder: pip install torch==2.13.0, then '.[quantize]'",
-            )
+            raise EdgeLLMError(f"quantizing needs {name}", hint=remedy(name))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from edgellm.core.cli import App, run_command
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
@@ -107,7 +108,7 @@ def _load_triton() -> tuple[Any, Any, Any]:
     except ImportError as error:
         raise EdgeLLMError(
             f"Triton cannot be loaded: {error}",
-            hint="in edgellm's folder: pip install '.[kernels]'",
+            hint=install("kernels"),
         ) from None
     if found[0].knobs.runtime.interpret:
         raise EdgeLLMError("TRITON_INTERPRET is set", hint="unset it to compile")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, cast
 
+from edgellm.core.commands.extras import remedy
 from edgellm.core.errors import EdgeLLMError, suggestion
 from edgellm.core.manifest import DEVICES, Engine, library_of
 from edgellm.device_runtime.runners.runner import Runner
@@ -91,7 +93,8 @@ def automatic(device: str = "") -> tuple[str, dict[str, str]]:
     if device == "cuda":
         return "onnxruntime_cuda", reasons
     details = "; ".join(f"{library_of(name)}: {reason}" for name, reason in reasons.items())
-    raise EdgeLLMError(f"no backend can run here ({details})")
+    hint = remedy("onnxruntime") if find_spec("onnxruntime") is None else ""
+    raise EdgeLLMError(f"no backend can run here ({details})", hint=hint)
 
 
 def title(name: str) -> str:

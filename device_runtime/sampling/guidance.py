@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import (
     EdgeLLMError,
     RequestError,
@@ -61,9 +62,7 @@ class Guidance:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError:
-            raise EdgeLLMError(
-                "guided decoding needs llguidance", hint="pip install llguidance"
-            ) from None
+            raise EdgeLLMError("guided decoding needs llguidance", hint=install("guide")) from None
         if self._tokenizer is None:
             try:
                 self._tokenizer = LLTokenizer(

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -262,7 +263,7 @@ def _convert_slow(folder: Path) -> TokenizerFiles:
     if missing := [name.replace("google.", "") for name in needed if not _is_installed(name)]:
         raise EdgeLLMError(
             f"{folder} has {what}; converting it needs {' and '.join(missing)}",
-            hint="in edgellm's folder: pip install '.[host]'",
+            hint=install("host"),
         )
     from transformers import AutoTokenizer
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import Bundle
@@ -124,10 +125,7 @@ def require_host() -> None:
     """Raise `EdgeLLMError` if a package that `--verify` needs is not installed."""
     for name in ("torch", "transformers", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
-            raise EdgeLLMError(
-                f"--verify needs {name}",
-                hint="in edgellm's folder: pip install torch==2.13.0, then '.[host]'",
-            )
+            raise EdgeLLMError(f"--verify needs {name}", hint=install("host"))
     import onnxruntime
 
     if tuple(int(part) for part in onnxruntime.__version__.split(".")[:2]) < _FIRST_WITH_OPSET_24:

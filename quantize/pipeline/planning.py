@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import (
     EdgeLLMError,
     UnsupportedModelError,
@@ -209,7 +210,7 @@ def _check_autoround(job: Job) -> None:
     if not is_installed():
         raise EdgeLLMError(
             "--algo autoround needs the package auto-round",
-            hint="in edgellm's folder: pip install '.[autoround]'",
+            hint=install("autoround"),
         )
 
 

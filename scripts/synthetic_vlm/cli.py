@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edgellm.core.cli import App, run_command
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 
 app = App()
@@ -53,7 +54,7 @@ def _require_host() -> None:
         if importlib.util.find_spec(name) is None:
             raise EdgeLLMError(
                 f"training needs {name}",
-                hint="in edgellm's folder: pip install torch==2.13.0, then '.[host]'",
+                hint=install("host"),
             )
 
 

@@ -40,8 +40,9 @@ def chat(
     from edgellm.device_runtime.api.llm import LLM
     from edgellm.tools.chat.conversation import Conversation, Settings
     from edgellm.tools.chat.repl import run
-    from edgellm.tools.chat.screen import open_screen
+    from edgellm.tools.chat.screen import open_screen, require_packages
 
+    require_packages()
     given = GenerationDefaults(sampling=given_flags(sampling_flags))  # checked before the load
     llm = LLM(
         flags.engine_dir,

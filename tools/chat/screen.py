@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edgellm.core.commands.extras import require
 from edgellm.core.errors import EdgeLLMError
 
 if TYPE_CHECKING:
@@ -16,9 +17,19 @@ if TYPE_CHECKING:
     from edgellm.tools.chat.repl import Screen
 
 
+def require_packages() -> None:
+    """Raise `EdgeLLMError` if a package of the screen is missing, before the engine is loaded."""
+    if _is_terminal():
+        require("chat")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def open_screen(conversation: Conversation, history_file: Path | None) -> Screen:
     """Return a `Terminal` if standard input and output are terminals, else a `Pipe`."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not _is_terminal():
         from edgellm.tools.chat.pipe import Pipe
 
         return Pipe()

@@ -83,6 +83,10 @@ def run(
     def start(found: Prepared) -> Conversation:
         return _open(found, sampling_flags, system, max_tokens, enable_thinking=enable_thinking)
 
+    if text is None:
+        from edgellm.tools.chat.screen import require_packages
+
+        require_packages()
     conversation = use_model(app, model, recipe_flags, start)
     if text is None:
         from edgellm.tools.chat.repl import run as chat

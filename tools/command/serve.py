@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from edgellm.core.cli import App, with_flags_of
+from edgellm.core.commands.extras import require
 from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 from edgellm.tools.serve.cli import edgellm_serve
 
@@ -38,4 +39,5 @@ def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> Non
         own = flags if any(flags[name] for name in _DRAFTERS) else {**flags, "spec": "auto"}
         edgellm_serve(**{**own, **engines, "model_name": flags["model_name"] or found.name})
 
+    require("serve", *(("grpc",) if flags["grpc_port"] is not None else ()))
     use_model(app, model, recipe_flags, start)

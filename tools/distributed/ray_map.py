@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 
 _PER_SERVER = 2  # requests: one runs, one waits
@@ -18,7 +19,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 def require_ray() -> None:
     """Raise `EdgeLLMError` if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise EdgeLLMError("--ray needs Ray", hint="in edgellm's folder: pip install '.[ray]'")
+        raise EdgeLLMError("--ray needs Ray", hint=install("ray"))
 
 
 def spread(rows: Sequence[dict[str, Any]], work: Work, num_servers: int) -> Iterator[dict]:

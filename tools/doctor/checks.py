@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.resources import system_memory
 from edgellm.device_runtime import runners
@@ -172,7 +173,7 @@ def _packages() -> Iterator[Finding]:
             what="packages",
             status=FAULT,
             found=found,
-            remedy="in edgellm's folder: pip install '.[device]'",
+            remedy=install("device"),
         )
     else:
         yield Finding(what="packages", status=OK, found=listed)

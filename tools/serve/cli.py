@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.core.cli import App, run_command
+from edgellm.core.commands.extras import remedy, require
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.request_files.spec_flags import SpecFlags, with_spec_flags
 from edgellm.tools.serve.flags import ServeFlags, with_serve_flags
@@ -38,6 +39,7 @@ def edgellm_serve(
 ) -> None:
     """Serve engines over HTTP with OpenAI's and Triton's protocols."""
     how = spec_flags.read()
+    require("serve")
     from edgellm.tools.energy import Meter, find_sensors
     from edgellm.tools.serve import heap, settings
     from edgellm.tools.serve.engines import models
@@ -154,7 +156,7 @@ def _require_grpc() -> None:
     if find_spec("grpc") is None:
         raise EdgeLLMError(
             "--grpcPort needs grpcio, which is not installed",
-            hint="in edgellm's folder: pip install '.[device,serve,grpc]'",
+            hint=remedy("grpc"),
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from edgellm.core.artifact import temporary_folder
+from edgellm.core.commands.extras import remedy
 from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
 from edgellm.core.manifest import DRAFT_FOLDER, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
@@ -217,7 +218,7 @@ def _open(path: Path) -> Checkpoint:
     except ModuleNotFoundError as error:
         raise EdgeLLMError(
             f"{error.name} is not installed, so checkpoints cannot be exported here",
-            hint=f"in edgellm's folder: pip install '.[export,device]'; or {_DEVICE_ONLY}",
+            hint=f"{remedy(error.name or '')}; or {_DEVICE_ONLY}",
         ) from None
     return open_checkpoint(str(path))
 

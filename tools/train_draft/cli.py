@@ -16,6 +16,7 @@ from edgellm.core.cli import (
     run_command,
     with_flags,
 )
+from edgellm.core.commands.extras import remedy
 from edgellm.core.commands.output_folder import finished_line, is_finished
 from edgellm.core.errors import EdgeLLMError, require_choice
 
@@ -500,10 +501,7 @@ def _require_host() -> None:
 
     for name in ("torch", "transformers", "safetensors"):
         if importlib.util.find_spec(name) is None:
-            raise EdgeLLMError(
-                f"training needs {name}",
-                hint="in edgellm's folder: pip install torch==2.13.0, then '.[host]'",
-            )
+            raise EdgeLLMError(f"training needs {name}", hint=remedy(name))
 
 
 def main() -> None:

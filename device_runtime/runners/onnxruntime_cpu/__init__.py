@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from edgellm.core.commands.extras import remedy
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -27,9 +28,7 @@ def available() -> str:
     try:
         from edgellm.device_runtime.runners.onnxruntime_import import ort
     except ImportError:
-        raise EdgeLLMError(
-            "onnxruntime is not installed", hint="in edgellm's folder: pip install '.[device]'"
-        ) from None
+        raise EdgeLLMError("onnxruntime is not installed", hint=remedy("onnxruntime")) from None
     version = ort.__version__
     if tuple(int(part) for part in version.split(".")[:2]) < MINIMUM_VERSION:
         raise EdgeLLMError(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.onnxruntime_cuda import engine_options
@@ -32,7 +33,7 @@ def require_cuda() -> str:
     if PROVIDER not in ort.get_available_providers():
         raise EdgeLLMError(
             f"onnxruntime {ort.__version__} is installed without CUDA",
-            hint="pip uninstall onnxruntime, then in edgellm's folder: pip install '.[gpu]'",
+            hint=f"pip uninstall onnxruntime, then {install('gpu')}",
         )
     if version < MINIMUM_VERSION:
         raise EdgeLLMError(

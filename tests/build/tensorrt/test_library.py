@@ -46,7 +46,7 @@ def test_a_missing_library_is_reported(pretend):
     pretend()
     with pytest.raises(EdgeLLMError, match="tensorrt is not installed; tensorrt_rtx is not") as err:
         trt_import.find_library()
-    assert "pip install '.[tensorrt-rtx]'" in err.value.hint
+    assert "pip install 'edgellm[tensorrt-rtx]'" in err.value.hint
 
 
 def test_auto_chooses_tensorrt_on_its_gpus_only(pretend):

@@ -290,7 +290,7 @@ def test_engines_for_cuda_do_not_run_on_a_cpu(command, engine, tmp_path):
     requests.write_text('{"requests": [{"messages": [{"role": "user", "content": "w9"}]}]}')
     files = ("--inputFile", requests, "--outputFile", tmp_path / "out.json")
     result = command("llm_inference", "--engineDir", engine, *files)
-    assert_one_line_error(result, "is installed without CUDA", "pip install '.[gpu]'")
+    assert_one_line_error(result, "is installed without CUDA", "pip install 'edgellm[gpu]'")
     assert not (tmp_path / "out.json").exists()
 
 

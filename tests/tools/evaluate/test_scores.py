@@ -50,7 +50,7 @@ def test_a_missing_rouge_score_is_one_line(monkeypatch):
     monkeypatch.setattr(rouge_module, "find_spec", lambda _: None)
     with pytest.raises(EdgeLLMError, match="ROUGE needs rouge-score") as found:
         rouge_module.require_rouge()
-    assert "pip install '.[eval]'" in found.value.hint
+    assert "pip install 'edgellm[eval]'" in found.value.hint
 
 
 def test_rouge_ignores_case_of_non_ascii_letters():

@@ -11,6 +11,7 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 
 _NAMES = ("rouge1", "rouge2", "rougeL")
@@ -30,7 +31,7 @@ def require_rouge() -> None:
     if find_spec("rouge_score") is None:
         raise EdgeLLMError(
             "ROUGE needs rouge-score, which is not installed",
-            hint="in edgellm's folder: pip install '.[eval]'",
+            hint=install("eval"),
         )
 
 

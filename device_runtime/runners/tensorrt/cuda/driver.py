@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
@@ -33,7 +34,7 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, Ne
 _log = logging.getLogger(__name__)
 _THREADS = 32  # of a block; a row of a cache has 8 to 32 words
 _GATHERING_THREADS = 256  # one of features has hundreds
-_HINT = "in edgellm's folder: pip install '.[tensorrt]', which needs the CUDA toolkit's headers"
+_HINT = f"{install('tensorrt')}, which needs the CUDA toolkit's headers"
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
 
@@ -24,7 +25,7 @@ _IN_PLACE = (10, 15)  # caches that are updated where they lie, rotary embedding
 FEATURES = ("IAttention", "IKVCacheUpdateLayer", "IRotaryEmbeddingLayer")  # from then on
 _NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}
 _HINT = (
-    "in edgellm's folder: pip install '.[tensorrt-rtx]' compiles without a GPU; "
+    f"{install('tensorrt-rtx')} compiles without a GPU; "
     "on a Jetson TensorRT comes with JetPack 6.1 and newer"
 )
 
