@@ -284,13 +284,13 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
         typer.echo(f"{measured_name(kind)} takes, in ms by tokens: {listed}{prompts}")
     if built.estimated:
         typer.echo(f"~ is estimated from smaller passes: a build times {BUDGET_S:.0f} s at most")
-    typer.echo(f"verdict: {_verdict(built)}")
+    typer.echo(f"verdict: {show_verdict(built, seconds)}")
 
 
-def _verdict(built: Engine) -> str:
-    """Size, speed of one sequence, and what the check proved."""
+def show_verdict(built: Engine, seconds: float) -> str:
+    """Size, duration of the build, speed of one sequence, and what the check proved, as text."""
     size = sum(record.num_bytes for record in built.files.values())
-    parts = [f"{size / 1e6:.1f} MB"]
+    parts = [f"{size / 1e6:.1f} MB in {seconds:.1f} s"]
     if one := built.cost_ms.get(PASS, {}).get("1"):
         parts.append(f"one sequence decodes about {1000 / one:.0f} tokens/s here when short")
     if any(" passed: " in check for check in built.options.get("checks", ())):

@@ -13,6 +13,7 @@ from edgellm.build.cli import (
     show_notes,
     show_prediction,
     show_size,
+    show_verdict,
 )
 from edgellm.build.flags import (
     Backend,
@@ -136,6 +137,7 @@ def visual_build(
         f"{show_size(built.files, seconds)}"
     )
     show_notes(built.options, seconds)
+    typer.echo(f"verdict: {show_verdict(built, seconds)}")
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ Pooling = Annotated[
     ),
 ]
 _INPUTS = {"draft": "--draft_model_dir", "base": "--base_model_dir", "lora": "--lora_dir"}
+_UNCOMPARED = "outputs were not compared with transformers (--verify does)"
 _POOLED = {"last": "the last row", "mean": "the mean of all rows"}
 Quantization = Annotated[
     str,
@@ -270,7 +271,8 @@ def llm(
         _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
         typer.echo(line)
-    _say_verdict(manifest, is_compared=bool(verdict))
+    proved = "outputs equal those of transformers" if verdict else _UNCOMPARED
+    _say_verdict(manifest, start, proved)
 
 
 def _print_export(folder: Path, manifest: Bundle, dtype: str, start: float) -> None:
@@ -336,6 +338,9 @@ def draft(
     _say_contradiction(manifest)
     taps = ", ".join(map(str, spec.hidden_taps))
     typer.echo(f"hidden taps {taps} ({manifest.provenance['hidden_taps']})")
+    _say_verdict(
+        manifest, start, "llm_inference --prove compares outputs with and without it", "the draft"
+    )
 
 
 @app.command(
@@ -407,6 +412,8 @@ def visual(
         f"{output_dir}: visual encoder of {spec.model_type}, "
         f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {_cost(manifest, start)}"
     )
+    compared = "outputs were not compared with transformers"
+    _say_verdict(manifest, start, compared, "the encoder")
 
 
 @contextlib.contextmanager
@@ -440,22 +447,21 @@ def _predicts(spec: DraftSpec) -> str:
 
 
 def _cost(manifest: Bundle, start: float) -> str:
-    size = sum(record.num_bytes for record in manifest.files.values())
-    seconds = time.perf_counter() - start
-    return f"quantization {manifest.quantization}, {size / 1e6:.1f} MB in {seconds:.1f} s"
+    return f"quantization {manifest.quantization}, {_size(manifest, start)}"
 
 
-def _say_verdict(manifest: Bundle, *, is_compared: bool) -> None:
-    """Print the size and what the export proved."""
+def _size(manifest: Bundle, start: float) -> str:
     size = sum(record.num_bytes for record in manifest.files.values())
-    proved = (
-        "outputs equal those of transformers"
-        if is_compared
-        else "outputs were not compared with transformers (--verify does)"
-    )
+    return f"{size / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s"
+
+
+def _say_verdict(
+    manifest: Bundle, start: float, compared: str, source: str = "the checkpoint"
+) -> None:
+    """Print the size, the time, and what the export proved."""
     typer.echo(
-        f"verdict: {size / 1e6:.1f} MB; all tensors of the checkpoint are used, and all numbers "
-        f"are finite; {proved}"
+        f"verdict: {_size(manifest, start)}; all tensors of {source} are used, and all numbers are "
+        f"finite; {compared}"
     )
 
 

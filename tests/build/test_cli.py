@@ -46,7 +46,7 @@ def test_llm_build_writes_a_timed_and_checked_engine(command, tiny_bundle, tmp_p
     assert "check: decoder passed: 12 tokens, relative error" in result.stdout
     verdict = result.stdout.splitlines()[-1]
     assert re.fullmatch(
-        r"verdict: [\d.]+ MB; one sequence decodes about \d+ tokens/s here when short; "
+        r"verdict: [\d.]+ MB in [\d.]+ s; one sequence decodes about \d+ tokens/s here when short; "
         r"outputs equal those of the bundle up to the engine's rounding",
         verdict,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -174,6 +175,21 @@ def test_invalid_visual_flags_are_rejected(command_here, model, tmp_path, flags,
     )
     assert_one_line_error(result, *words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("model", ["smolvlm"], indirect=True)
+@pytest.mark.parametrize("flags", [(), ("--noCheck",)])
+def test_visual_build_ends_with_a_verdict(command_here, model, tmp_path, flags):
+    result = command_here(
+        "visual_build", "--onnxDir", model.bundle, "--engineDir", tmp_path / "engine", *flags
+    )
+    assert result.returncode == 0, result.stderr
+    proved = "were not compared with" if flags else "equal"
+    assert re.fullmatch(
+        rf"verdict: [\d.]+ MB in [\d.]+ s; outputs {proved} those of the bundle"
+        + ("" if flags else " up to the engine's rounding"),
+        result.stdout.splitlines()[-1],
+    )
 
 
 def test_other_bundles_are_rejected_by_visual_build(command_here, tiny_bundle, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -74,6 +75,12 @@ def test_export_draft_writes_a_bundle(export, draft, tmp_path):
     assert "eagle3 draft (SafeAILab)" in result.stdout
     assert "40 of 96 tokens" in result.stdout
     assert "hidden taps 2, 4, 5 (none configured" in result.stdout
+    verdict = result.stdout.splitlines()[-1]
+    assert re.fullmatch(
+        r"verdict: [\d.]+ MB in [\d.]+ s; all tensors of the draft are used, and all numbers are "
+        r"finite; llm_inference --prove compares outputs with and without it",
+        verdict,
+    )
     manifest = load_bundle(tmp_path / "out", DRAFT_BUNDLE)
     verify_files(tmp_path / "out", manifest.files)
     names = {f"{name}.{end}" for name in ("model", "fuse") for end in ("onnx", "weights")}

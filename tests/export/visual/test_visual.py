@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -331,6 +332,11 @@ def test_export_visual_writes_a_bundle(command, qwen3_checkpoint, tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "visual encoder of qwen3_vl, 0.1 M parameters, fp32, quantization none" in result.stdout
+    assert re.fullmatch(
+        r"verdict: [\d.]+ MB in [\d.]+ s; all tensors of the encoder are used, and all numbers are "
+        r"finite; outputs were not compared with transformers",
+        result.stdout.splitlines()[-1],
+    )
     manifest = load_bundle(bundle, VISUAL_BUNDLE)
     verify_files(bundle, manifest.files)
     assert (manifest.kind, manifest.dtype) == ("visual_bundle", "float32")
