@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
+import shlex
 import types
 import typing
 from dataclasses import dataclass, field
@@ -35,6 +37,14 @@ DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the defa
 LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
 DRAFT_BUNDLE, DRAFT_ENGINE = "draft_bundle", "draft_engine"
 VISUAL_BUNDLE, VISUAL_ENGINE = "visual_bundle", "visual_engine"
+_ENGINES = (LLM_ENGINE, DRAFT_ENGINE, VISUAL_ENGINE)
+# Flags of what an artifact was made from, with their keys in its provenance
+_INPUTS = {
+    LLM_BUNDLE: {"--model_dir": "checkpoint"},
+    DRAFT_BUNDLE: {"--draft_model_dir": "checkpoint", "--base_model_dir": "base"},
+    VISUAL_BUNDLE: {"--model_dir": "checkpoint"},
+    **{kind: {"--onnxDir": "bundle"} for kind in _ENGINES},
+}
 _MAKERS = {
     LLM_BUNDLE: "edgellm-export llm",
     DRAFT_BUNDLE: "edgellm-export draft",
@@ -257,8 +267,8 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
     """Read `folder/manifest.json` of an artifact of the kind `expected`.
 
     Raises:
-        BrokenArtifactError: no such folder or manifest, another kind of artifact, a newer
-            contract, fields that do not parse, or a change after the manifest was written.
+        BrokenArtifactError: no such folder or manifest, another kind of artifact, an older or
+            newer contract, fields that do not parse, or a change after the manifest was written.
     """
     path = folder / MANIFEST_NAME
     maker = _MAKERS[expected]
@@ -269,7 +279,7 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
     try:
         raw = parse(path.read_text("utf-8"))
         found = raw["kind"]
-        version = raw["contract_version"]
+        _ = raw["contract_version"]
     except FileNotFoundError:
         raise BrokenArtifactError(
             f"{folder} holds no {MANIFEST_NAME}", hint=f"make the folder with {maker}"
@@ -283,12 +293,7 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
             f"{folder} is of kind {found}, not {expected}",
             hint=f"give the folder that {maker} made",
         )
-    reads = ENGINE_VERSION if form is Engine else CONTRACT_VERSION
-    if version != reads:
-        raise BrokenArtifactError(
-            f"{folder} has contract version {version}, this edgellm reads {reads}",
-            hint="update edgellm here" if version > reads else f"run {maker} again",
-        )
+    _require_version(folder, raw, ENGINE_VERSION if form is Engine else CONTRACT_VERSION)
     try:
         expected_checksum = raw.pop(_CHECKSUM, None)  # artifacts of earlier versions have none
         checksum = _checksum(raw)
@@ -304,6 +309,37 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
             hint=f"copy the folder again, or make it again with {maker}",
         )
     return manifest
+
+
+def _require_version(folder: Path, raw: dict[str, Any], reads: int) -> None:
+    """Raise `BrokenArtifactError` for another contract, with the version that wrote it."""
+    version = raw["contract_version"]
+    if version == reads:
+        return
+    provenance = raw.get("provenance")
+    written = provenance.get("edgellm") if isinstance(provenance, dict) else None
+    by = f" (edgellm {written} wrote it)" if isinstance(written, str) else ""
+    own = importlib.metadata.version("edgellm")
+    is_newer = isinstance(version, int) and version > reads
+    newest = f" to {written} or newer" if by else ""
+    raise BrokenArtifactError(
+        f"{folder} has contract version {version}{by}; edgellm {own} here reads {reads}",
+        hint=(f"update edgellm here{newest}, or " if is_newer else "")
+        + f"make it anew, with its flags: {_remake(folder, raw)}",
+    )
+
+
+def _remake(folder: Path, raw: dict[str, Any]) -> str:
+    """The command that makes a folder anew, from what any version's manifest says."""
+    kind, provenance = raw["kind"], raw.get("provenance")
+    known = provenance if isinstance(provenance, dict) else {}
+    own = folder.parent if kind == DRAFT_ENGINE else folder
+    output = "--engineDir" if kind in _ENGINES else "--output_dir"
+    inputs = {flag: known.get(key) for flag, key in _INPUTS[kind].items()}
+    words = _MAKERS[kind].split()
+    for flag, path in inputs.items():
+        words += [flag, path if isinstance(path, str) else flag.strip("-").upper()]
+    return shlex.join([*words, output, str(own), "--overwrite"])
 
 
 def _require_known(raw: dict[str, Any]) -> None:

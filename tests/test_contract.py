@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib.metadata
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.core.manifest import (
+    CONTRACT_VERSION,
+    ENGINE_VERSION,
     LLM_BUNDLE,
     LLM_ENGINE,
     Bundle,
@@ -163,6 +166,55 @@ def test_damaged_manifests(tmp_path, damage, message):
     path.write_text(json.dumps(raw))
     with pytest.raises(BrokenArtifactError, match=message):
         load_bundle(tmp_path / "out", LLM_BUNDLE)
+
+
+KINDS = {
+    "llm_bundle": "edgellm-export llm --model_dir 'my model' --output_dir {own}",
+    "draft_bundle": "edgellm-export draft --draft_model_dir 'my model' --base_model_dir base "
+    "--output_dir {own}",
+    "visual_bundle": "edgellm-export visual --model_dir 'my model' --output_dir {own}",
+    "llm_engine": "llm_build --onnxDir made --engineDir {own}",
+    "draft_engine": "llm_build --eagleDraft --onnxDir made --engineDir {parent}",
+    "visual_engine": "visual_build --onnxDir made --engineDir {own}",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", [-1, 1])
+def test_other_versions_are_named_with_the_command_that_makes_it_anew(tmp_path, kind, step):
+    """Also where all other fields of the manifest have changed."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    is_engine = kind.endswith("engine")
+    reads = ENGINE_VERSION if is_engine else CONTRACT_VERSION
+    raw = {
+        "kind": kind,
+        "contract_version": reads + step,
+        "provenance": {
+            "edgellm": "9.8.7", "checkpoint": "my model", "base": "base", "bundle": "made",
+        },
+        "another": 1,
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(raw))
+    own = importlib.metadata.version("edgellm")
+    message = (
+        f"{folder} has contract version {reads + step} (edgellm 9.8.7 wrote it); "
+        f"edgellm {own} here reads {reads}"
+    )
+    with pytest.raises(BrokenArtifactError, match=re.escape(message)) as found:
+        (load_engine if is_engine else load_bundle)(folder, kind)
+    command = KINDS[kind].format(own=folder, parent=tmp_path)
+    anew = f"make it anew, with its flags: {command} --overwrite"
+    update = "update edgellm here to 9.8.7 or newer, or " if step > 0 else ""
+    assert found.value.hint == update + anew
+
+
+def test_a_manifest_of_an_unknown_version_without_provenance(tmp_path):
+    raw = {"kind": LLM_ENGINE, "contract_version": "two"}
+    (tmp_path / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(BrokenArtifactError, match="has contract version two; edgellm") as found:
+        load_engine(tmp_path, LLM_ENGINE)
+    assert "llm_build --onnxDir ONNXDIR --engineDir" in found.value.hint
 
 
 def test_a_manifest_that_is_not_json(tmp_path):

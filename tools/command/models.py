@@ -59,12 +59,15 @@ def list_models(as_json: AsJson = False) -> None:
     """List the stored models, the one used last first."""
     from edgellm.tools.store.store import Store
 
-    entries = Store().entries()
+    store = Store()
+    entries = store.entries()
+    for note in store.notes():
+        typer.echo(f"note: {note}", err=True)
     if as_json:
         typer.echo(json.dumps([_facts(entry) for entry in entries], indent=2))
         return
     if not entries:
-        typer.echo(f"no models in {Store().models}; edgellm run MODEL adds one")
+        typer.echo(f"no models in {store.models}; edgellm run MODEL adds one")
         return
     rows = [_COLUMNS, *map(_row, entries)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

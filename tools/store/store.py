@@ -18,9 +18,11 @@ import difflib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from edgellm.core import file_lock
@@ -28,6 +30,7 @@ from edgellm.core.artifact import defer_interrupt
 from edgellm.core.errors import EdgeLLMError
 
 _RECORD, _USED = "model.json", "used"
+_FORMAT, _VERSION, FORMAT = "format", "edgellm", 1  # keys and number of the record's format
 _KEY_DIGITS = 16
 
 
@@ -150,8 +153,9 @@ class Store:
 
     def add(self, work: Path, record: Record) -> Entry:
         """Move a finished folder of `temporary_folder` into the store; replaces an entry."""
+        own = {_FORMAT: FORMAT, _VERSION: version("edgellm")}
         with (work / _RECORD).open("w", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(record), file, indent=2)
+            json.dump({**own, **dataclasses.asdict(record)}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         (work / _USED).touch()
@@ -193,9 +197,27 @@ class Store:
         with file_lock.wait(self.models / f".{digest[:_KEY_DIGITS]}.lock", on_wait):
             yield
 
+    def notes(self) -> list[str]:
+        """A line for each entry of another edgellm, which this one does not read."""
+        found = []
+        for path in sorted(self.models.glob(f"[!.]*/{_RECORD}")):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                raw = json.loads(path.read_text("utf-8"))
+                if raw.get(_FORMAT, FORMAT) != FORMAT:
+                    found.append(
+                        f"{raw.get('name', path.parent.name)}: edgellm {raw.get(_VERSION, '?')} "
+                        f"stored it in format {raw[_FORMAT]}, this one reads {FORMAT}: "
+                        f"{shlex.join(['edgellm', 'pull', str(raw.get('reference', 'MODEL'))])} "
+                        f"stores it anew; {path.parent} may be deleted"
+                    )
+        return found
+
     def _entry(self, folder: Path) -> Entry | None:
         try:
             raw = json.loads((folder / _RECORD).read_text("utf-8"))
+            if raw.pop(_FORMAT, FORMAT) != FORMAT:
+                return None  # of another edgellm, see `notes`
+            raw.pop(_VERSION, None)
             return Entry(folder, Record(**{**raw, "recipe": Recipe(**raw["recipe"])}))
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from edgellm.core.artifact import temporary_folder
 from edgellm.core.errors import EdgeLLMError
-from edgellm.tools.store.store import Recipe, Record, Store, home
+from edgellm.tools.store.store import FORMAT, Recipe, Record, Store, home
 
 MADE = Recipe(quantize="none", context=4096, device="cpu", draft="auto")
 RECORD = Record(
@@ -92,6 +94,23 @@ def test_a_damaged_record_is_no_entry(tmp_path, text):
     store = Store(tmp_path)
     (_add(store).folder / "model.json").write_text(text)
     assert store.entries() == []
+
+
+@pytest.mark.parametrize("change", [{}, {"a_new_field": 1, "recipe": {"new": 2}}])
+def test_an_entry_of_another_format_is_named_with_the_command_that_stores_it_anew(tmp_path, change):
+    store = Store(tmp_path)
+    entry = _add(store)
+    path = entry.folder / "model.json"
+    raw = json.loads(path.read_text())
+    assert (raw["format"], raw["edgellm"]) == (FORMAT, version("edgellm"))
+    assert store.notes() == []
+    path.write_text(json.dumps({**raw, "format": FORMAT + 1, "edgellm": "9.8", **change}))
+    assert store.entries() == []
+    (note,) = store.notes()
+    assert note.startswith(f"{RECORD.name}: edgellm 9.8 stored it in format {FORMAT + 1}")
+    assert f"edgellm pull {RECORD.reference} stores it anew" in note
+    path.write_text(json.dumps({key: raw[key] for key in raw if key not in ("format", "edgellm")}))
+    assert store.entries() == [entry]  # of the first versions
 
 
 def test_a_store_that_cannot_be_written_is_named(tmp_path):
