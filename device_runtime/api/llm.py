@@ -37,7 +37,7 @@ from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import count_common
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams, Thinking
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.scheduler.background_loop import BackgroundLoop
 from edgellm.device_runtime.scheduler.concurrent import BatchError, NewOutputs, together
@@ -47,6 +47,7 @@ from edgellm.device_runtime.scheduler.scheduler_limits import bounds_of
 from edgellm.device_runtime.scheduler.step_lock import StepLock
 from edgellm.device_runtime.speculate.open_drafter import Drafters, resolve_auto
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.text import reasoning_marks
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, StopMatcher
 
 if TYPE_CHECKING:
@@ -328,7 +329,7 @@ class LLM:
             warnings = []  # the model's limit may exceed the engine's
         if request.images and self.images is not None:
             warnings = [*warnings, *self.images.warnings]
-        sampler = self.sampler(sampling, prompt)
+        sampler = self.sampler(self._thinking_first(sampling, request), prompt)
         # Continued messages and raw prompts continue as text, with the space before a word.
         before = prompt.token_ids if has_marks or request.continues else ()
         endings = StopDetector(
@@ -460,6 +461,27 @@ class LLM:
             constraint=constraint,
             eos_token_ids=self.manifest.eos_token_ids,
         )
+
+    def _thinking_first(
+        self, sampling: SamplingParams, request: GenerationRequest
+    ) -> SamplingParams:
+        """The sampling parameters, with a guide that begins after the model's reasoning."""
+        template = self.tokenizer.chat_template or ""
+        form = None if reasoning_marks.has_channels(template) else reasoning_marks.find(template)
+        text, guide = request.text, sampling.guide
+        is_formatted = isinstance(text, str) and not request.add_special_tokens
+        if form is None or guide is None or not is_formatted:
+            return sampling
+        is_inside = reasoning_marks.opened(form, text, continues=request.continues)
+        if is_inside is None:
+            return sampling
+        thinking = Thinking(
+            opening=form.opening,
+            closing=form.closing,
+            is_inside=is_inside,
+            ids=(*self.tokenizer.added_ids(form.shown).items(),),
+        )
+        return replace(sampling, guide=replace(guide, thinking=thinking))
 
 
 def _defaults(manifest: Engine) -> GenerationDefaults:

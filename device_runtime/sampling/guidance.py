@@ -24,6 +24,7 @@ from edgellm.device_runtime.arrays import (
 )
 from edgellm.device_runtime.sampling.ascii_regex import with_ascii_classes, with_ascii_lark
 from edgellm.device_runtime.sampling.closed_schema import closed
+from edgellm.device_runtime.sampling.free_text import after_thinking
 from edgellm.device_runtime.sampling.params import Guide
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ class Guidance:
                 raise EdgeLLMError(
                     f"guided decoding with this tokenizer is not possible: {error}"
                 ) from None
-        matcher = LLMatcher(self._tokenizer, _unforced(_grammar(guide)), log_level=0)
+        grammar = _unforced(_grammar(guide))
+        if guide.thinking is not None and not guide.covers_thinking:
+            grammar = after_thinking(grammar, guide.thinking)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             name = "grammar" if guide.kind == "lark" else guide.kind
             raise RequestError(f"the {name} of the answer is faulty: {_fault(matcher)}")

@@ -27,12 +27,25 @@ _SEED_BITS = 32  # of random seeds, which every JSON parser reads exactly
 GuideKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """The tags of reasoning before a guided output."""
+
+    opening: str
+    closing: str
+    is_inside: bool  # whether the prompt opens the reasoning
+    ids: tuple[tuple[str, int], ...] = ()  # of tags that are tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The constraint on an output."""
+    """The constraint on an output, after its reasoning if the model reasons."""
 
     kind: GuideKind
     text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
+    _: KW_ONLY
+    covers_thinking: bool = False  # whether the constraint describes the reasoning, too
+    thinking: Thinking | None = None  # set by the engine; None: no reasoning
 
     def __post_init__(self) -> None:
         """Reject huge texts and half surrogate pairs; raises `RequestError`."""

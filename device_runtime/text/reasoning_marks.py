@@ -41,6 +41,23 @@ def find(template: str) -> ThinkForm | None:
     return None
 
 
+def opened(form: ThinkForm, prompt: str, *, continues: bool) -> bool | None:
+    """Whether a prompt opens the reasoning; None: the output has none.
+
+    Args:
+        form: marks of the model.
+        prompt: formatted messages, up to the output.
+        continues: whether the output continues the text of a message.
+    """
+    begun = prompt.rfind(form.opening) > prompt.rfind(form.closing)
+    if continues:
+        return begun or None
+    end = prompt.rstrip()
+    if end.endswith(form.opening):
+        return True
+    return None if end.endswith(form.closing) else False
+
+
 def has_channels(template: str) -> bool:
     """Whether a model writes messages in channels, one for reasoning."""
     return CHANNEL in template and MESSAGE in template

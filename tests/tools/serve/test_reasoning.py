@@ -79,16 +79,13 @@ CASES = [
 def test_reasoning_is_separated_wherever_the_stream_is_cut(template, end, cases):
     form = OutputFormat.of(template, has_tools=True)
     for text, expected in cases.items():
-        require_read(lambda: form.reader(TOOLS, end, is_guided=False), text, expected)
+        require_read(lambda: form.reader(TOOLS, end), text, expected)
 
 
 def test_answers_that_hold_none_are_read_as_before():
-    assert (
-        OutputFormat.of("{{ messages }}", has_tools=False).reader({}, "", is_guided=False) is None
-    )
+    assert OutputFormat.of("{{ messages }}", has_tools=False).reader({}, "") is None
     form = OutputFormat.of(QWEN, has_tools=False)
     assert form.parser is None
-    assert form.reader({}, "<think>", is_guided=True) is None  # a wanted form has no reasoning
     assert OutputFormat.of(QWEN, has_tools=True).parser is HermesParser
     assert OutputFormat.of("{% if tools %}<tool_call>", has_tools=False).shown_tokens == ()
 

@@ -20,8 +20,7 @@ class ChatOutput:
 
     def __init__(self, body: ChatRequest, llm: LLM, *, prompt_end: str = "") -> None:
         """Create the parser; `prompt_end` is the end of the formatted messages."""
-        is_guided = body.form() is not None or bool(body.must_call())
-        self._reader = body.answer_form(llm).reader(body.schemas(), prompt_end, is_guided=is_guided)
+        self._reader = body.answer_form(llm).reader(body.schemas(), prompt_end)
         self._max_calls = 1 if body.parallel_tool_calls is False else None
         self.reasoning = self.text = ""
         self.calls: list[Call] = []

@@ -33,17 +33,16 @@ class OutputFormat:
         forms = (self.parser, self.thinking)
         return tuple(mark for form in forms if form is not None for mark in form.shown)
 
-    def reader(self, tools: Tools, prompt_end: str, *, is_guided: bool) -> CallReader | None:
+    def reader(self, tools: Tools, prompt_end: str) -> CallReader | None:
         """A parser of one output; None: all of it is text.
 
         Args:
             tools: the callable functions.
             prompt_end: end of the formatted messages, which may open the reasoning; of a message
                 continued in its reasoning, the text from the opening tag on.
-            is_guided: whether a guide constrains the output from its first token: no reasoning.
         """
         calls = tool_calls.reader(self.parser, tools) if self.parser is not None else None
-        if self.thinking is None or is_guided:
+        if self.thinking is None:
             return calls
         opening = self.thinking.opening
         is_new = prompt_end.rstrip().endswith(opening)
