@@ -262,7 +262,9 @@ class ChatRequest(Templated, Tooled, Sampled):
     def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
         """As `Sampled.ignored`, without `reasoning_effort` if the template uses it."""
         names, read = super().ignored(tokenizer), self.template_flags(tokenizer)
-        return [name for name in names if name not in read] + self.unused_switches(tokenizer)
+        names = [name for name in names if name not in read] + self.unused_switches(tokenizer)
+        is_ignored = self.form() is not None or self.ignores_strict(tokenizer.chat_template or "")
+        return names + ["strict"] * (is_ignored and self.has_strict_choice())
 
     def template_flags(self, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """Variables for the chat template; raises `RequestError` for an unknown one."""

@@ -11,7 +11,7 @@ from edgellm.device_runtime.sampling.params import Guide
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.schemas.response_format import Body
-from edgellm.tools.serve.tool_calls.grammar import forced_calls
+from edgellm.tools.serve.tool_calls.grammar import calls_in_text, forced_calls
 from edgellm.tools.serve.tool_calls.output_format import OutputFormat
 from edgellm.tools.serve.tool_calls.parser import ToolParser, Tools
 
@@ -62,7 +62,7 @@ class Tooled(Body):
         """The functions to choose from in a forced call; empty: the model decides.
 
         Raises:
-            ApiError: `tool_choice` needs tools that are missing, or `strict` cannot be enforced.
+            ApiError: `tool_choice` needs tools that are missing.
         """
         functions = [tool.function for tool in self.tools or ()]
         choice = self.tool_choice
@@ -74,15 +74,43 @@ class Tooled(Body):
             if not functions:
                 raise _refusal('"required" needs tools')
         else:
-            if any(tool.function.strict for tool in self.usable_tools()):
-                raise ApiError(
-                    400,
-                    'tools: strict needs a tool_choice that is "required" or a name: '
-                    "only then the arguments are guided by their schema",
-                    param="tools",
-                )
             functions = []
         return functions
+
+    def has_strict_choice(self) -> bool:
+        """Whether the model chooses among tools of which one is strict."""
+        is_strict = any(tool.function.strict for tool in self.usable_tools())
+        return is_strict and self.tool_choice in (None, "auto")
+
+    def ignores_strict(self, template: str) -> bool:
+        """Whether strict arguments cannot be guided in free text, for lack of a tag before calls.
+
+        Args:
+            template: the model's chat template.
+        """
+        parser = tool_calls.find(template)
+        return self.has_strict_choice() and (parser is None or not parser.form.tag)
+
+    def strict_form(self, llm: LLM) -> Guide | None:
+        """The guide of free text in which strict calls have the form of their schemas.
+
+        Raises:
+            ApiError: the template has no known tool format.
+            RequestError: the parameters of a strict tool are not an object.
+        """
+        if not self.has_strict_choice() or not (form := _parser(llm).form).tag:
+            return None
+        tokenizer = llm.tokenizer
+        thinking = self.answer_form(llm).thinking
+        others = tokenizer.added_ids(thinking.shown if thinking is not None else ())
+        functions = [tool.function for tool in self.usable_tools()]
+        schemas = {
+            one.name: (one.parameters or {"properties": {}}) if one.strict else {"type": "object"}
+            for one in functions
+        }
+        marks = tokenizer.added_ids(form.marks)
+        grammar = calls_in_text(form, schemas, marks=marks, other_marks=others.values())
+        return Guide("lark", grammar, covers_thinking=True)
 
     def calls_form(self, llm: LLM) -> Guide | None:
         """The guide of a forced call, in the format of the model's chat template.

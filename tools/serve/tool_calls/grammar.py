@@ -1,15 +1,15 @@
-"""Grammars of forced tool calls, for llguidance."""
+"""Grammars of tool calls, for llguidance: forced calls, and calls in free text."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.closed_schema import closed
+from edgellm.device_runtime.sampling.free_text import TEXT, expression, up_to
 from edgellm.device_runtime.sampling.guidance import JSON_FORM
 
 
@@ -23,6 +23,7 @@ class CallForm:
     opening: str = ""  # start of the output
     closing: str = ""  # end of the output
     marks: tuple[str, ...] = ()  # parts of these texts that may be special tokens
+    tag: str = ""  # begins each block of calls, and nothing else; empty: the format has none
 
     @classmethod
     def json_list(cls, opening: str, closing: str) -> CallForm:
@@ -36,6 +37,7 @@ class CallForm:
             opening=f"{opening}[",
             closing=f"]{closing}",
             marks=marks,
+            tag=opening,
         )
 
 
@@ -57,26 +59,64 @@ def forced_calls(
     Raises:
         RequestError: the arguments of a function are not an object.
     """
+    opening, closing = (expression(text, marks) for text in (form.opening, form.closing))
+    lines = [f"start: {opening} calls {closing}"]
+    return "\n".join(lines + _calls(form, schemas, marks, several=several))
+
+
+def calls_in_text(
+    form: CallForm,
+    schemas: Mapping[str, dict[str, Any] | None],
+    *,
+    marks: Mapping[str, int],
+    other_marks: Iterable[int],
+) -> str:
+    """Create a Lark grammar of free text, in which each call has the form of its schema.
+
+    Args:
+        form: format of the model family, with a tag.
+        schemas: argument schemas by function name; None: any object.
+        marks: token ids of the `form.marks` that are special tokens.
+        other_marks: token ids of other special tokens in the text, such as those of reasoning.
+
+    Raises:
+        RequestError: the arguments of a function are not an object.
+    """
+    others = [f"TEXT <[{token_id}]>" for token_id in sorted({*other_marks})]
+    block = form.opening.removeprefix(form.tag)
+    if not form.opening:  # each call has its own tag
+        form = replace(form, before=form.before.removeprefix(form.tag), between=None)
+    parts = [expression(text, marks) for text in (block, form.closing)]
+    lines = [
+        f"start: ({' | '.join(['block', *others])})* TEXT",
+        f"block: head {parts[0]} calls {parts[1]}",
+        *up_to("head", form.tag, marks),
+        TEXT,
+    ]
+    return "\n".join(lines + _calls(form, schemas, marks, several=True))
+
+
+def _calls(
+    form: CallForm,
+    schemas: Mapping[str, dict[str, Any] | None],
+    marks: Mapping[str, int],
+    *,
+    several: bool,
+) -> list[str]:
+    """Lines of the rule `calls`: one call or several of any function."""
     more = ""
     if several and form.between is not None:
-        more = f" ({_expression(form.between, marks)} call)*"
-    opening, closing = (_expression(text, marks) for text in (form.opening, form.closing))
+        more = f" ({expression(form.between, marks)} call)*"
     lines = [
-        f"start: {opening} call{more} {closing}",
+        f"calls: call{more}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(schemas))),
     ]
-    after = _expression(form.after, marks)
+    after = expression(form.after, marks)
     for index, (name, schema) in enumerate(schemas.items()):
-        before = _expression(form.before.replace("NAME", name), marks)
+        before = expression(form.before.replace("NAME", name), marks)
         lines.append(f"call_{index}: {before} arguments_{index} {after}")
         lines.append(f"arguments_{index}: %json {json.dumps(_arguments(name, schema))}")
-    return "\n".join(lines)
-
-
-def _expression(text: str, marks: Mapping[str, int]) -> str:
-    """A text in Lark's syntax; llguidance needs special tokens as ids."""
-    parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
-    return " ".join(f"<[{marks[part]}]>" if part in marks else json.dumps(part) for part in parts)
+    return lines
 
 
 def _arguments(name: str, schema: dict[str, Any] | None) -> dict[str, Any]:

@@ -90,13 +90,13 @@ async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
 
 
 def _form(body: ChatRequest, llm: LLM) -> Guide | None:
-    """The guide of the output: the requested format, or a forced call."""
+    """The guide of the output: the requested format, a forced call, or strict calls in text."""
     form, calls = body.form(), body.calls_form(llm)
     if form is not None and calls is not None:
         raise ApiError(
             400, "tool_choice: a forced call allows no other output format", param="tool_choice"
         )
-    return form or calls
+    return form or calls or body.strict_form(llm)
 
 
 async def messages_of(

@@ -241,10 +241,8 @@ class ResponsesRequest(_Sampling):
         return ChatRequest.model_validate(found)
 
     def ignored(self) -> list[str]:
-        """Requested fields that are ignored; OpenAI's tools are strict by default."""
-        is_forced = self.tool_choice == "required" or isinstance(self.tool_choice, FlatChoice)
-        is_strict = any(tool.strict for tool in self.tools or ()) and not is_forced
-        return ["store"] * bool(self.store) + ["strict"] * is_strict
+        """Requested fields that are ignored."""
+        return ["store"] * bool(self.store)
 
     def _messages(self) -> list[_Fields]:
         messages: list[_Fields] = []
@@ -284,5 +282,5 @@ def _dumped(value: Body | str | None) -> Any:
 
 
 def _function(tool: FlatTool) -> _Fields:
-    facts = {"name", "description", "parameters"}
+    facts = {"name", "description", "parameters", "strict"}
     return {"type": "function", "function": tool.model_dump(include=facts, exclude_none=True)}

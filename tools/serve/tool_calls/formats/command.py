@@ -27,6 +27,7 @@ class CommandParser(TaggedParser):
         opening=f"{_OPEN}[",
         closing=f"]{_CLOSE}",
         marks=shown,
+        tag=_OPEN,
     )
 
     @staticmethod

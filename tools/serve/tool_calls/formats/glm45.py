@@ -30,6 +30,7 @@ class Glm45Parser(TaggedParser):
         after=f"}}{_CLOSE}",
         between="\n",
         marks=(_OPEN, _CLOSE),
+        tag=_OPEN,
     )
 
     @staticmethod

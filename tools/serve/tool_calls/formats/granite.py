@@ -26,6 +26,7 @@ class GraniteParser(TaggedParser):
         opening=f"{_MARK}[",
         closing="]",
         marks=shown,
+        tag=_MARK,
     )
 
     @staticmethod

@@ -23,6 +23,7 @@ class HermesParser:
         after="}\n" + _CLOSE,
         between="\n",
         marks=(_OPEN, _CLOSE),
+        tag=_OPEN,
     )
 
     def __init__(self, tools: Tools) -> None:

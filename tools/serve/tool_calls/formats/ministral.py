@@ -21,7 +21,11 @@ class MinistralParser(TaggedParser):
     openings = (_MARK,)
     shown: ClassVar[tuple[str, ...]] = (_MARK, _ARGUMENTS, _ID)
     form: ClassVar = CallForm(
-        before=f"{_MARK}NAME{_ARGUMENTS}", after="", between="", marks=(_MARK, _ARGUMENTS)
+        before=f"{_MARK}NAME{_ARGUMENTS}",
+        after="",
+        between="",
+        marks=(_MARK, _ARGUMENTS),
+        tag=_MARK,
     )
 
     @staticmethod

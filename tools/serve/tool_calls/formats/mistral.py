@@ -28,6 +28,7 @@ class MistralParser:
         opening=f"{_MARK} [",
         closing="]",
         marks=(_MARK,),
+        tag=_MARK,
     )
 
     def __init__(self, tools: Tools) -> None:
