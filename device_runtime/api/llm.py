@@ -320,6 +320,9 @@ class LLM:
         """As `generate`, for a formatted text or its token ids; images are encoded at once."""
         self._turns.require_open()
         sampling, stops, max_tokens = self._checked(request)
+        stop_tokens = self._stop_tokens(request)
+        ids = (*sampling.stop_token_ids, *stop_tokens)
+        sampling = replace(sampling, stop_token_ids=ids) if stop_tokens else sampling
         profile, has_marks = Profile(), request.add_special_tokens
         adapter = None if request.lora is None else self._adapters.find(request.lora)
         prompt = self._prompt(request.text, request.images, profile, add_special_tokens=has_marks)
@@ -337,6 +340,7 @@ class LLM:
             stops=stops,
             ends=sampler.ends,
             min_tokens=sampling.min_tokens,
+            stop_tokens=stop_tokens,
         )
         sequence = Sequence(
             prompt=prompt,
@@ -443,6 +447,18 @@ class LLM:
         text = images.expand(text, seen) if isinstance(text, str) else text
         return images.prompt(self._ids(text, add_special_tokens=add_special_tokens), seen)
 
+    def _stop_tokens(self, request: GenerationRequest) -> dict[int, str]:
+        """Stop strings that are special tokens, by id: the output's text does not contain them."""
+        hidden = self.tokenizer.hidden_ids(request.shown_tokens)
+        found = self.tokenizer.added_ids(validation.text_list("stop", request.stop))
+        return {token_id: text for text, token_id in found.items() if token_id in hidden}
+
+    def _bad_words(self, words: Sized[str]) -> list[list[int]]:
+        """Token ids of words, at the beginning of a text and after a space."""
+        texts = [before + word.strip() for word in words for before in ("", " ")]
+        found = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [list(each) for each in dict.fromkeys(map(tuple, found))]
+
     def _ids(self, text: str | Sized[int], *, add_special_tokens: bool) -> list[int]:
         if isinstance(text, str):
             refuse_long(text, self.tokenizer, self.manifest)
@@ -460,6 +476,7 @@ class LLM:
             prompt=prompt.token_ids,
             constraint=constraint,
             eos_token_ids=self.manifest.eos_token_ids,
+            bad_words=self._bad_words(sampling.bad_words),
         )
 
     def _thinking_first(

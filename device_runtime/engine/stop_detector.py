@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from edgellm.device_runtime.text.tokenizer import StopMatcher, TextStream
@@ -21,10 +21,25 @@ class StopDetector:
     """Detects end tokens, which have no text, and stop strings."""
 
     def __init__(
-        self, *, stream: TextStream, stops: StopMatcher, ends: frozenset[int], min_tokens: int
+        self,
+        *,
+        stream: TextStream,
+        stops: StopMatcher,
+        ends: frozenset[int],
+        min_tokens: int,
+        stop_tokens: Mapping[int, str] | None = None,
     ) -> None:
-        """No stop string ends within the text of the first `min_tokens` tokens."""
+        """No stop string ends within the text of the first `min_tokens` tokens.
+
+        Args:
+            stream: decodes the tokens.
+            stops: finds stop strings.
+            ends: end tokens.
+            min_tokens: minimum number of tokens.
+            stop_tokens: end tokens that are stop strings.
+        """
         self.stream, self._stops, self._ends = stream, stops, ends
+        self._stop_tokens = stop_tokens or {}
         self._early = min_tokens
 
     def take(self, token_ids: Sequence[int]) -> StopResult:
@@ -34,7 +49,8 @@ class StopDetector:
         for token_id in token_ids:
             taken.append(token_id)
             if token_id in self._ends:
-                return StopResult(taken, [*pieces, ""], ended=True)
+                stop = self._stop_tokens.get(token_id)
+                return StopResult(taken, [*pieces, ""], ended=True, stop=stop)
             text, stop = self.stream.push(token_id), None
             self._early -= 1
             if self._early < 0:

@@ -66,10 +66,27 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One message of a conversation."""
 
     role: Role
-    content: str | list[ContentItem]
+    content: str | list[ContentItem] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None  # of an earlier turn, in OpenAI's form
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        """Require content, calls or reasoning."""
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            raise ValueError("Object missing required field `content`")  # as msgspec words it
+
+    def more(self) -> dict[str, Any]:
+        """Fields of the message for the chat template, other than role and content."""
+        names = ("name", "reasoning_content", "tool_calls", "tool_call_id")
+        given = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
     def items(self, place: str) -> list[ContentItem]:
         """The content items in order; raises `RequestError` for an unsupported one."""
+        if self.content is None:
+            return []
         if isinstance(self.content, str):
             return [ContentItem("text", self.content)]
         for index, item in enumerate(self.content):
@@ -131,6 +148,7 @@ class Options(_Sampling, kw_only=True, forbid_unknown_fields=True):
     guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[Count] = msgspec.field(default_factory=list)
+    bad_words: list[str] = msgspec.field(default_factory=list)
     # Folders of adapters by name.
     available_lora_weights: dict[str, str] = msgspec.field(default_factory=dict)
 
@@ -151,6 +169,7 @@ class Request(_Sampling, kw_only=True, forbid_unknown_fields=True):
     guided_decoding: GuidedDecoding | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
+    bad_words: list[str] | None = None
 
     def merged(self, options: Options) -> Options:
         """The file's options, overridden by this request's."""
@@ -178,7 +197,8 @@ def sampling_of(
     """
     given = {name: getattr(options, name) for name in _SAMPLING}
     values = {name: value for name, value in given.items() if value is not None}
-    values["stop_token_ids"] = tuple(options.stop_token_ids)
+    for name in ("stop_token_ids", "bad_words"):
+        values[name] = tuple(values[name])
     if options.guided_decoding is not None:
         values["guide"] = options.guided_decoding.guide()
     if greedy:

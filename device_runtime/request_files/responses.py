@@ -21,6 +21,7 @@ from edgellm.device_runtime.request_faults import Confined, as_failure
 from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
 from edgellm.device_runtime.request_files.request_file import (
     ContentItem,
+    Message,
     Options,
     Request,
     parse_request,
@@ -65,7 +66,7 @@ def start_request(
     request = parse_request(raw, index)
     own = request.merged(options)
     turns = [
-        (message.role, message.items(f"$.requests[{index}].messages[{at}]"))
+        (message, message.items(f"$.requests[{index}].messages[{at}]"))
         for at, message in enumerate(request.messages)
     ]
     images = [shown for _, items in turns for item in items if (shown := item.source) is not None]
@@ -74,7 +75,7 @@ def start_request(
             f"$.requests[{index}]: the engine takes text only",
             hint="give the folder of a visual engine as --multimodalEngineDir",
         )
-    messages = [_message(role, items) for role, items in turns]
+    messages = [_message(message, items) for message, items in turns]
     system, text = _format(llm, own, messages)
     answer = llm.generate_text(
         GenerationRequest(
@@ -94,8 +95,9 @@ def start_request(
     return Started(request=request, answer=answer, system=shown(system), text=shown(text))
 
 
-def _message(role: str, items: list[ContentItem]) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": item.type, "text": item.text} for item in items]}
+def _message(message: Message, items: list[ContentItem]) -> dict[str, Any]:
+    content = [{"type": item.type, "text": item.text} for item in items]
+    return {"role": message.role, "content": content, **message.more()}
 
 
 def run_request(
@@ -252,6 +254,7 @@ def _response(started: Started) -> dict[str, Any]:
             {
                 "role": message.role,
                 "content": [_shown(item) for item in message.items("")],
+                **message.more(),
             }
             for message in request.messages
         ],

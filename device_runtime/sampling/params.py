@@ -135,6 +135,7 @@ class SamplingParams:
     ignore_eos: bool = _option(False, "The model's end tokens do not end the output.")
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # by token id
     stop_token_ids: tuple[int, ...] = ()  # further end tokens, without text
+    bad_words: tuple[str, ...] = ()  # texts that the output does not contain
     guide: Guide | None = None  # the constraint on the output; None: free text
     num_logprobs: int | None = None  # number of likeliest tokens to record; None: no recording
 
@@ -149,6 +150,7 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids has more than {MAX_STOPS} tokens")
         if min(self.stop_token_ids, default=0) < 0:
             raise RequestError(f"stop_token_ids names token {min(self.stop_token_ids)}")
+        self._check_bad_words()
         require_kind("guide", self.guide, (Guide, type(None)), "a Guide")
         if self.ignore_eos and self.guide is not None:
             raise RequestError("ignore_eos: guided decoding ends where its form ends")
@@ -169,6 +171,13 @@ class SamplingParams:
                 raise RequestError(f"logit_bias {token_id!r}: {bias!r} is not a bias of a token id")
             if token_id < 0 or not -LARGEST_BIAS <= bias <= LARGEST_BIAS:
                 raise RequestError(f"logit_bias {bias} of token {token_id} is out of range")
+
+    def _check_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_STOPS:
+            raise RequestError(f"bad_words has more than {MAX_STOPS} texts")
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise RequestError(f"bad_words: {word!r:.40} is not a word")
 
     def require_fit(self, vocab_size: int, max_tokens: int) -> None:
         """Raise `RequestError` for unknown token ids, or more tokens than are allowed."""

@@ -17,6 +17,7 @@ from edgellm.device_runtime.arrays import (
     I64,
 )
 from edgellm.device_runtime.networks.decoder import PassResult
+from edgellm.device_runtime.sampling.bad_words import BadWords
 from edgellm.device_runtime.sampling.guidance import Constraint
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 from edgellm.device_runtime.sampling.params import SamplingParams
@@ -76,6 +77,7 @@ class Sampler:
         prompt: Sequence[int] = (),
         constraint: Constraint | None = None,
         eos_token_ids: Iterable[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         """Start an output.
 
@@ -84,13 +86,16 @@ class Sampler:
             prompt: its token ids, for the repetition penalty.
             constraint: of guided decoding.
             eos_token_ids: the model's end tokens.
+            bad_words: token ids of the bad words.
         """
         self.params = params
         self.ends = params.ends(eos_token_ids)
         self._constraint = constraint
         rules = PenaltyRules.of(params)
         self._penalties = None if rules.do_nothing else Penalties(rules, prompt)
-        has_rules = self._penalties is not None or constraint is not None
+        self._bad_words = BadWords(bad_words) if bad_words else None
+        rules_of_text = (self._penalties, constraint, self._bad_words)
+        has_rules = any(each is not None for each in rules_of_text)
         # Whether logits depend on the text so far.
         self._adjusts = has_rules or params.min_tokens > 0
         # Whether a position's largest logits and random numbers suffice, without recording.
@@ -130,6 +135,8 @@ class Sampler:
             self._penalties.add(token_ids)
         if self._constraint is not None:
             self._constraint.take(token_ids)
+        if self._bad_words is not None:
+            self._bad_words.take(token_ids)
 
     def adjusted(self, logits: F32, path: Sequence[int] = ()) -> F32:
         """Logits [V] with biases, penalties and the guide's mask, after the text and `path`."""
@@ -137,6 +144,8 @@ class Sampler:
             logits = self._penalties.apply(logits, path)
         if self._constraint is not None:
             logits = self._constraint.apply(logits, path)
+        if self._bad_words is not None:
+            logits = self._bad_words.apply(logits, path)
         if self._num_taken + len(path) >= self.params.min_tokens:
             return logits
         longer = logits.copy()

@@ -62,8 +62,9 @@ def test_ensemble_parameters_in_generate(server, expected):
     for words in (word, [word]):
         found = server.json("/v2/models/tiny/generate", {**body, "stop_words": words})[1]
         assert found["text_output"] == f"{PROMPT}{expected.partition(word)[0]}"
+        found = server.json("/v2/models/tiny/generate", {**body, "bad_words": words})[1]
+        assert word not in found["text_output"].removeprefix(PROMPT).split()
     for wrong, fragment in (
-        ({"bad_words": "w20"}, "bad_words"),
         ({"beam_width": 2}, "beam_width"),
         ({"parameters": {"temperature": 0}}, "not both"),
         ({"sampling_param_seed": 1}, "not both"),

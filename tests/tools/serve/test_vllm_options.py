@@ -139,6 +139,25 @@ FORMS = [
 ]
 
 
+def test_bad_words_are_not_in_the_output(client, server, texts):
+    word = texts[0].split()[3]
+    asked = {"model": "tiny", "max_tokens": 24, "temperature": 0}
+    turns = [{"role": "user", "content": "w20 w30"}]
+    for given in (word, f"  {word} "):
+        forbids = {"bad_words": [given]}
+        found = client.completions.create(prompt="w20 w30", extra_body=forbids, **asked)
+        assert word not in found.choices[0].text.split()
+    chat = client.chat.completions
+    word = chat.create(messages=turns, **asked).choices[0].message.content.split()[2]
+    found = chat.create(messages=turns, extra_body={"bad_words": [word]}, **asked)
+    assert word not in found.choices[0].message.content.split()
+    parameters = {"bad_words": [word], "max_tokens": 24, "temperature": 0}
+    body = {"text_input": turns[0]["content"], "parameters": parameters}
+    assert server.json("/v2/models/tiny/generate", body)[0] == 200
+    status, found = server.json("/v1/completions", {"prompt": "w20", "bad_words": [""]})
+    assert (status, "is not a word" in found["error"]["message"]) == (400, True)
+
+
 def test_vllms_structured_outputs(lettered_server):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "seed": 3}
     for form, expected in FORMS:

@@ -47,7 +47,13 @@ _Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 MAX_FRAMES = 768
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+BadWords = Annotated[list[str], Field(max_length=MAX_STOPS)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
+
+
+def words(given: Stop | None) -> tuple[str, ...]:
+    """A text or several, as a tuple."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 class StreamOptions(Body):
@@ -78,6 +84,7 @@ class Sampled(_Sampling):
     logit_bias: dict[_IdName, _Bias] | None = None
     # vLLM's extensions.
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: BadWords | None = None
     priority: Annotated[int, Field(ge=0, le=100)] | None = None  # 0, the default, is the highest
     # These identify the user, and do not change the output.
     user: str | None = None
@@ -112,6 +119,7 @@ class Sampled(_Sampling):
             self._defaults,
             logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
             guide=guide,
             num_logprobs=num_logprobs,
         )
@@ -123,7 +131,7 @@ class Sampled(_Sampling):
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return words(self.stop)
 
     def streams(self) -> bool:
         """Whether the output is streamed as server-sent events."""

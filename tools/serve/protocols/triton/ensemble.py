@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.sampling.params import SamplingParams
-from edgellm.tools.serve.schemas.openai import Stop, TokenId
+from edgellm.tools.serve.schemas.openai import BadWords, Stop, TokenId, words
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.sampling import GREEDY, NEUTRAL, SamplingForm, Temperature
 
@@ -35,7 +35,7 @@ class EnsembleParameters(_Sampling):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: _Seed | None = None  # also `random_seed`
     stop_words: Stop | None = None
-    bad_words: Literal[""] | Annotated[list[Literal[""]], Field(max_length=1)] | None = None
+    bad_words: str | BadWords | None = None
     end_id: TokenId | None = None
     pad_id: TokenId | None = None  # without effect: batches have no padding
     # Only the default values are supported.
@@ -46,10 +46,10 @@ class EnsembleParameters(_Sampling):
     return_context_logits: Literal[False] | None = None
     return_generation_logits: Literal[False] | None = None
 
-    @field_validator("stop_words")
+    @field_validator("stop_words", "bad_words")
     @classmethod
     def _without_empty(cls, value: Any) -> Any:
-        """Remove empty stop words; `""` means none."""
+        """Remove empty words; `""` means none."""
         given = [value] if isinstance(value, str) else list(value or ())
         return [word for word in given if word] or None
 
@@ -67,4 +67,5 @@ class EnsembleParameters(_Sampling):
             more["seed"] = self.seed
         if self.end_id is not None:
             more["stop_token_ids"] = (self.end_id,)
+        more["bad_words"] = words(self.bad_words)
         return FORM.params(self, engine, NEUTRAL if samples else GREEDY, **more)

@@ -19,7 +19,7 @@ from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
 from edgellm.tools.serve.output.usage import acceptance
 from edgellm.tools.serve.protocols.triton.ensemble import EnsembleParameters
-from edgellm.tools.serve.schemas.openai import Stop, TokenId
+from edgellm.tools.serve.schemas.openai import BadWords, Stop, TokenId, words
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.sampling import GREEDY, NEUTRAL, SamplingForm, Temperature, TopK
 
@@ -40,11 +40,13 @@ class VllmParameters(_VllmSampling):
     max_tokens: _Maximum | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: BadWords | None = None
 
     def sampling(self, engine: GenerationDefaults) -> SamplingParams:
         """The sampling options; `engine`: defaults of the engine and the server."""
         ends = tuple(self.stop_token_ids or ())
-        return _VLLM.params(self, engine, NEUTRAL, stop_token_ids=ends)
+        bad_words = words(self.bad_words)
+        return _VLLM.params(self, engine, NEUTRAL, stop_token_ids=ends, bad_words=bad_words)
 
 
 class GenerateRequest(_TensorRTSampling):
@@ -91,7 +93,7 @@ class GenerateRequest(_TensorRTSampling):
             )
         if of_ensemble:
             maximum = self.max_tokens or defaults.max_generate_length or TENSORRT_TOKENS
-            stops = _stops(self.stop_words)
+            stops = words(self.stop_words)
             return EngineRequest(
                 prompt=self.text_input,
                 sampling=self.ensemble_sampling(defaults),
@@ -102,7 +104,7 @@ class GenerateRequest(_TensorRTSampling):
         if self.is_vllms and not of_tensorrt:
             given = self.parameters or VllmParameters()
             maximum = given.max_tokens or defaults.max_generate_length or VLLM_TOKENS
-            stops = _stops(given.stop)
+            stops = words(given.stop)
             return EngineRequest(
                 prompt=self.text_input,
                 sampling=given.sampling(defaults),
@@ -112,7 +114,7 @@ class GenerateRequest(_TensorRTSampling):
             )
         maximum = self.sampling_param_max_tokens or defaults.max_generate_length
         maximum = maximum or TENSORRT_TOKENS
-        stops = _stops(self.sampling_param_stop)
+        stops = words(self.sampling_param_stop)
         return EngineRequest(
             prompt=self.text_input,
             sampling=self._sampling(defaults),
@@ -144,10 +146,6 @@ class GenerateRequest(_TensorRTSampling):
         default = streams and (self.is_vllms or bool(self.of_ensemble()))
         excluded = next((value for value in given if value is not None), default)
         return "" if excluded else self.text_input
-
-
-def _stops(stop: Stop | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
 class GenerateWriter(OneText):
