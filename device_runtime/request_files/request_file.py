@@ -276,7 +276,7 @@ def _require_text(raw: Any, place: str) -> None:
 
 def _convert(raw: Any, kind: Any, place: str) -> Any:
     if isinstance(raw, dict):
-        raw = dict(raw)
+        raw = _without_nulls(raw, kind)
         for name, what in _NOT_SUPPORTED.items():
             if raw.pop(name, None):
                 raise RequestError(f"{place}.{name}: {what} are not supported")
@@ -289,6 +289,22 @@ def _convert(raw: Any, kind: Any, place: str) -> Any:
         if hint in _OF_OPENAI.values():
             message = f"Content of the type {message.rpartition(' ')[2]} is of OpenAI's protocol"
         raise RequestError(f"{place}{path}: {message[0].lower()}{message[1:]}", hint=hint) from None
+
+
+def _without_nulls(raw: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A copy of an object in which optional fields that are null are not given."""
+    optional = {each.name for each in msgspec.structs.fields(kind) if not each.required}
+    found: dict[str, Any] = {}
+    for name, value in raw.items():
+        part = _PARTS.get(name)
+        if value is None and name in optional:
+            continue
+        if part is not None and isinstance(value, list):
+            value = [_without_nulls(one, part) if isinstance(one, dict) else one for one in value]
+        elif part is not None and isinstance(value, dict):
+            value = _without_nulls(value, part)
+        found[name] = value
+    return found
 
 
 def _hint(message: str, path: str, kind: type[msgspec.Struct]) -> str:

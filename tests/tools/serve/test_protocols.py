@@ -93,12 +93,12 @@ def test_anthropics_client_gets_a_call_that_must_be_made(lettered_server):
 
 
 def test_a_fault_inside_of_a_part_is_named(server):
-    content = [{"type": "text", "text": "w20", "colour": "red"}]
+    content = [{"type": "text", "text": 5}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     for path in ("/v1/messages", "/v1/chat/completions"):
         status, found = server.json(path, body)
         assert status == 400
-        message = "messages.0.content.0.text.colour: extra inputs are not permitted"
+        message = "messages.0.content.0.text: input should be a valid string"
         assert found["error"]["message"] == message
 
 

@@ -14,6 +14,7 @@ from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
 from edgellm.tools.serve.output.streams import LINES, OneText
+from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.sampling import AnySeed, SamplingForm, Temperature
@@ -61,15 +62,15 @@ class Options(_Sampling):
         return [name for name in LOADING if name in self.model_fields_set]
 
 
-class OllamaCall(Body):
+class OllamaCall(Earlier):
     """The function of a call."""
 
     name: str
-    arguments: _Fields
+    arguments: Annotated[_Fields, Field(default_factory=dict)]
     index: int | None = None
 
 
-class OllamaToolCall(Body):
+class OllamaToolCall(Earlier):
     """A call that the model made in an earlier turn."""
 
     function: OllamaCall
@@ -77,7 +78,7 @@ class OllamaToolCall(Body):
     type: str | None = None
 
 
-class OllamaMessage(Body):
+class OllamaMessage(Earlier):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]

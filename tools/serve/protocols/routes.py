@@ -26,6 +26,7 @@ from edgellm.tools.serve.protocols.openai.responses_writer import ResponsesWrite
 from edgellm.tools.serve.protocols.openai.tokenize import count_of
 from edgellm.tools.serve.routing.engine_pool import EnginePool, Place
 from edgellm.tools.serve.routing.handler import EngineHandler
+from edgellm.tools.serve.schemas.history import ignored_fields
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.schemas.sampling import NEUTRAL
 
@@ -38,17 +39,21 @@ def add_protocols(app: FastAPI, engines: EnginePool, version: str) -> None:
     _add_ollama_models(app, engines, version)
 
 
+_Protocol = MessagesRequest | ResponsesRequest | OllamaChat | OllamaGenerate
+
+
 class _Conversation:
     """A chat request of another protocol, and its engine."""
 
-    def __init__(self, served: EngineHandler, body: ChatRequest) -> None:
-        self._served, self._body = served, body
+    def __init__(self, served: EngineHandler, body: ChatRequest, history: Sequence[str]) -> None:
+        self._served, self._body, self._history = served, body, history
         self.llm, self.model = served.llm, served.name
 
     @classmethod
-    async def of(cls, engines: EnginePool, body: ChatRequest, request: Request) -> _Conversation:
+    async def of(cls, engines: EnginePool, given: _Protocol, request: Request) -> _Conversation:
         """Leases the engine that the request names; raises as `EnginePool.of`."""
-        return cls(await engines.of(body.model, request), body)
+        body = given.as_chat()
+        return cls(await engines.of(body.model, request), body, ignored_fields(given))
 
     async def output(self) -> ChatOutput:
         """Create the engine request and its output parser; raises as `chat.ask_of`."""
@@ -69,7 +74,7 @@ class _Conversation:
         names = [*self._body.ignored(self._served.llm.tokenizer), *ignored]
         streams = self._body.streams()
         return await self._served.respond(
-            request, [self._ask], writer, streams=streams, ignored=names
+            request, [self._ask], writer, streams=streams, ignored=names, history=self._history
         )
 
 
@@ -77,7 +82,7 @@ def _add_messages(app: FastAPI, engines: EnginePool) -> None:
     @app.post(MESSAGES)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Respond to a conversation, in Anthropic's form."""
-        asked = await _Conversation.of(engines, body.as_chat(), request)
+        asked = await _Conversation.of(engines, body, request)
         writer = MessagesWriter(await asked.output(), asked.model)
         return await asked.respond(request, writer)
 
@@ -94,7 +99,7 @@ def _add_responses(app: FastAPI, engines: EnginePool) -> None:
     @app.post(RESPONSES)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Respond to a conversation, in the form of OpenAI's Responses."""
-        asked = await _Conversation.of(engines, body.as_chat(), request)
+        asked = await _Conversation.of(engines, body, request)
         answer = await asked.output()
         writer = ResponsesWriter(
             body=body, answer=answer, llm=asked.llm, model=asked.model, sampling=asked.sampling
@@ -106,7 +111,7 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/api/chat")
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Respond to a conversation, in Ollama's form."""
-        asked = await _Conversation.of(engines, body.as_chat(), request)
+        asked = await _Conversation.of(engines, body, request)
         writer = OllamaWriter(await asked.output(), asked.model, chats=True)
         return await asked.respond(request, writer, body.ignored())
 
@@ -114,7 +119,7 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
         """Respond to one message, or complete a raw prompt, in Ollama's form."""
         if not body.raw:
-            asked = await _Conversation.of(engines, body.as_chat(), request)
+            asked = await _Conversation.of(engines, body, request)
             writer = OllamaWriter(await asked.output(), asked.model, chats=False)
             return await asked.respond(request, writer, body.ignored())
         given = body.as_completion()

@@ -16,6 +16,7 @@ from edgellm.tools.serve.engines.request_stream import Call, Connection
 from edgellm.tools.serve.engines.worker import Worker
 from edgellm.tools.serve.http.cors import IGNORED, SEED
 from edgellm.tools.serve.output.streams import Writer, answer
+from edgellm.tools.serve.schemas.history import ignored_fields
 from edgellm.tools.serve.schemas.openai import Sampled
 from edgellm.tools.serve.settings import Settings
 
@@ -61,22 +62,40 @@ class EngineHandler:
         *,
         streams: bool,
         ignored: Sequence[str] = (),
+        history: Sequence[str] = (),
     ) -> Response:
-        """Queues a request and responds; headers have the ignored fields and the first seed."""
+        """Queues a request and responds; headers have the ignored fields and the first seed.
+
+        Args:
+            request: of the client.
+            asks: for the engine.
+            writer: converts the events.
+            streams: whether the output is streamed.
+            ignored: options without effect, which are logged.
+            history: ignored fields in earlier messages, which are not.
+        """
         call = self.call(asks, request)
-        for name in ignored:
-            if name not in self.warned:
-                self.warned.add(name)
-                _log.warning("requests have %s, which is ignored; logged once", name)
-        headers = {IGNORED: ", ".join(ignored)} if ignored else {}
+        headers = self.ignored_header(ignored, history)
         seeds = [ask.sampling.seed for ask in asks if isinstance(ask, EngineRequest)]
         if seeds and seeds[0] is not None:
             headers[SEED] = str(seeds[0])
         return await answer(call, writer, request, headers, streams=streams)
 
+    def ignored_header(self, ignored: Sequence[str], history: Sequence[str] = ()) -> dict[str, str]:
+        """The header with the ignored fields, of which options are logged; see `respond`."""
+        for name in ignored:
+            if name not in self.warned:
+                self.warned.add(name)
+                _log.warning("requests have %s, which is ignored; logged once", name)
+        names = [*ignored, *history]
+        return {IGNORED: ", ".join(names)} if names else {}
+
     async def respond_openai(
         self, request: Request, body: Sampled, asks: Sequence[EngineRequest], writer: Writer
     ) -> Response:
         """Respond to an OpenAI request; see `respond`."""
-        ignored = body.ignored(self.llm.tokenizer)
-        return await self.respond(request, asks, writer, streams=body.streams(), ignored=ignored)
+        ignored, history = body.ignored(self.llm.tokenizer), ignored_fields(body)
+        streams = body.streams()
+        return await self.respond(
+            request, asks, writer, streams=streams, ignored=ignored, history=history
+        )

@@ -21,6 +21,7 @@ from edgellm.device_runtime.sampling.params import (
     SamplingParams,
 )
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
+from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.response_format import Body, Formed
 from edgellm.tools.serve.schemas.sampling import (
     NEUTRAL,
@@ -162,35 +163,42 @@ class CompletionRequest(Sampled):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
-class TextPart(Body):
+class TextPart(Earlier):
     """Text of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(Body):
+class ImageUrl(Earlier):
     """URL of an image."""
 
     url: str
-    detail: Literal["auto", "low", "high"] | None = None  # the engine's limits decide
+    detail: str | None = None  # the engine's limits decide
 
 
-class ImagePart(Body):
+class ImagePart(Earlier):
     """An image in a message."""
 
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class CalledFunction(Body):
+class RefusalPart(Earlier):
+    """A refusal of an earlier output: the assistant's text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class CalledFunction(Earlier):
     """A call that the model made in an earlier turn."""
 
     name: str
-    arguments: str  # JSON
+    arguments: str | dict[str, Any] = "{}"  # JSON
 
 
-class ToolCall(Body):
+class ToolCall(Earlier):
     """A call that the model made in an earlier turn."""
 
     id: str
@@ -198,24 +206,26 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-class VideoUrlPart(Body):
+class VideoUrlPart(Earlier):
     """A video in a message, in vLLM's form."""
 
     type: Literal["video_url"]
     video_url: ImageUrl
 
 
-class VideoPart(Body):
+class VideoPart(Earlier):
     """A video in a message: its URL, or the URLs of its frames."""
 
     type: Literal["video"]
     video: str | Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES)]
 
 
-Part = Annotated[TextPart | ImagePart | VideoUrlPart | VideoPart, Field(discriminator="type")]
+Part = Annotated[
+    TextPart | RefusalPart | ImagePart | VideoUrlPart | VideoPart, Field(discriminator="type")
+]
 
 
-class Message(Body):
+class Message(Earlier):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -223,7 +233,7 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: None = None  # as in responses
+    refusal: str | None = None  # the text of an earlier output without content
     reasoning_content: str | None = None  # of an earlier output; `reasoning` in vLLM
     reasoning: str | None = None
 

@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from edgellm.device_runtime.sampling.params import Guide
 from edgellm.tools.serve.http.errors import ApiError
 
 
 class Body(BaseModel):
-    """Strict JSON schema: unknown fields and wrong types are rejected."""
+    """Strict JSON schema: unknown fields and wrong types are rejected.
+
+    Null is "not given": clients send it for each optional field, known here or not.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        fields = cls.model_fields.items()
+        needed = {field.alias or name for name, field in fields if field.is_required()}
+        return {key: value for key, value in given.items() if value is not None or key in needed}
 
 
 class FreeText(Body):

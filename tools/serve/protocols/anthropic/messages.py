@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.sampling import SamplingForm
@@ -18,7 +19,7 @@ _Message = dict[str, Any]
 _Cache = dict[str, Any] | None  # a cache breakpoint; all prefixes are cached
 
 
-class TextBlock(Body):
+class TextBlock(Earlier):
     """Text."""
 
     type: Literal["text"]
@@ -27,7 +28,7 @@ class TextBlock(Body):
     citations: list[Any] | None = None  # of earlier outputs
 
 
-class Base64Source(Body):
+class Base64Source(Earlier):
     """An image in the request."""
 
     type: Literal["base64"]
@@ -39,7 +40,7 @@ class Base64Source(Body):
         return f"data:{self.media_type};base64,{self.data}"
 
 
-class UrlSource(Body):
+class UrlSource(Earlier):
     """An image by its URL."""
 
     type: Literal["url"]
@@ -50,7 +51,7 @@ class UrlSource(Body):
         return self.url_
 
 
-class ImageBlock(Body):
+class ImageBlock(Earlier):
     """An image."""
 
     type: Literal["image"]
@@ -58,7 +59,8 @@ class ImageBlock(Body):
     cache_control: _Cache = None
 
 
-class ThinkingBlock(Body):
+
+class ThinkingBlock(Earlier):
     """Reasoning of an earlier output."""
 
     type: Literal["thinking"]
@@ -66,7 +68,20 @@ class ThinkingBlock(Body):
     signature: str = ""
 
 
-class ToolUseBlock(Body):
+class RedactedThinkingBlock(Earlier):
+    """Encrypted reasoning of another server, which nobody here can read: left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolReference(Earlier):
+    """A tool that a search of tools found, as a result: its name."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+class ToolUseBlock(Earlier):
     """A call that the model made in an earlier turn."""
 
     type: Literal["tool_use"]
@@ -75,10 +90,12 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
     cache_control: _Cache = None
     caller: dict[str, Any] | None = None  # the model
-    toolset_name: None = None
 
 
-class ToolResultBlock(Body):
+_Result = Annotated[TextBlock | ImageBlock | ToolReference, Field(discriminator="type")]
+
+
+class ToolResultBlock(Earlier):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -94,7 +111,7 @@ _Block = Annotated[
 ]
 
 
-class Turn(Body):
+class Turn(Earlier):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]

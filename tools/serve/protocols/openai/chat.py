@@ -11,6 +11,7 @@ from typing import Any
 
 from anyio import to_thread
 
+from edgellm.core.errors import suggestion
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.params import Guide
@@ -29,6 +30,7 @@ from edgellm.tools.serve.schemas.openai import (
     ChatRequest,
     ImagePart,
     Message,
+    RefusalPart,
     StreamOptions,
     TextPart,
     VideoPart,
@@ -111,7 +113,11 @@ async def messages_of(
     for index, message in enumerate(given):
         messages.append(_template_message(message, f"messages.{index}"))
         parts = message.content if isinstance(message.content, list) else []
-        images += [await _shown(part, rules) for part in parts if not isinstance(part, TextPart)]
+        images += [
+            await _shown(part, rules)
+            for part in parts
+            if not isinstance(part, TextPart | RefusalPart)
+        ]
     return messages, tuple(images)
 
 
@@ -124,9 +130,11 @@ def _num_logprobs(body: ChatRequest) -> int | None:
 def _template_message(message: Message, place: str) -> dict[str, Any]:
     """A message for the formatter."""
     reasoning = message.reasoning_content or message.reasoning
-    if message.content is None and not message.tool_calls and not reasoning:
-        raise ApiError(400, f"{place}.content: a message needs content", param=place)
     content: Any = message.content
+    if content is None and message.role not in ("assistant", "tool"):
+        raise _without_content(message, place)
+    if content is None and message.refusal is not None:
+        content = message.refusal
     if isinstance(content, list):
         content = [_template_part(part) for part in content]
     found: dict[str, Any] = {"role": message.role, "content": content}
@@ -151,9 +159,18 @@ def _template_message(message: Message, place: str) -> dict[str, Any]:
     return found
 
 
+def _without_content(message: Message, place: str) -> ApiError:
+    """The error of a message without content, with a field that was probably meant as it."""
+    for name in message.model_extra or {}:
+        if meant := suggestion(name, ["content"]):
+            reason = f"{place}.{name:.40}: a message needs content ({meant})"
+            return ApiError(400, reason, param=place)
+    return ApiError(400, f"{place}.content: a message needs content", param=place)
+
+
 def _template_part(part: Any) -> dict[str, str]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
+    if isinstance(part, TextPart | RefusalPart):
+        return {"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal}
     return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
@@ -167,8 +184,10 @@ async def _shown(part: ImagePart | VideoUrlPart | VideoPart, rules: ImageRules) 
     return Video.of([await image_source(url, rules) for url in given])
 
 
-def _arguments(text: str, place: str) -> Any:
+def _arguments(text: str | dict[str, Any], place: str) -> Any:
     """Arguments of a call as an object, for templates."""
+    if isinstance(text, dict):
+        return text
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError):

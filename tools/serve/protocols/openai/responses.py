@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.tools.serve.http.errors import ApiError
+from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.openai import FORM, ChatRequest
 from edgellm.tools.serve.schemas.response_format import AnyJson, Body, FreeText
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
 _Fields = dict[str, Any]
-_Status = Literal["in_progress", "completed", "incomplete"] | None
+_IMAGES = "images"  # in a message: of a result, for the user's message after the results
 
 
-class InputText(Body):
+class InputText(Earlier):
     """Text of a message."""
 
     type: Literal["input_text", "output_text"]
@@ -28,30 +30,40 @@ class InputText(Body):
         return {"type": "text", "text": self.text}
 
 
-class InputImage(Body):
+class InputImage(Earlier):
     """An image in a message."""
 
     type: Literal["input_image"]
     image_url: str
-    detail: Literal["auto", "low", "high"] | None = None
+    detail: str | None = None  # the engine's limits decide
 
     def part(self) -> _Fields:
         """In the form of chat completions."""
         return {"type": "image_url", "image_url": {"url": self.image_url}}
 
 
-_Part = Annotated[InputText | InputImage, Field(discriminator="type")]
+class RefusalText(Earlier):
+    """A refusal of an earlier output: the assistant's text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    def part(self) -> _Fields:
+        """In the form of chat completions."""
+        return {"type": "text", "text": self.refusal}
 
 
-class InputMessage(Body):
+_Part = Annotated[InputText | InputImage | RefusalText, Field(discriminator="type")]
+
+
+class InputMessage(Earlier):
     """One message of a conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[_Part]
     id: str | None = None
-    status: _Status = None
-    phase: str | None = None
+    status: str | None = None
 
     def add_to(self, messages: list[_Fields]) -> None:
         """Append a chat message; join it with reasoning before it."""
@@ -64,7 +76,7 @@ class InputMessage(Body):
             messages.append({"role": self.role, "content": content})
 
 
-class FunctionCall(Body):
+class FunctionCall(Earlier):
     """A call that the model made in an earlier turn."""
 
     type: Literal["function_call"]
@@ -72,7 +84,7 @@ class FunctionCall(Body):
     name: str
     arguments: str  # JSON
     id: str | None = None
-    status: _Status = None
+    status: str | None = None
 
     def add_to(self, messages: list[_Fields]) -> None:
         """Append the call to its assistant message."""
@@ -81,29 +93,33 @@ class FunctionCall(Body):
         _assistant_message(messages, continues=True).setdefault("tool_calls", []).append(call)
 
 
-class FunctionCallOutput(Body):
+class FunctionCallOutput(Earlier):
     """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | list[_Part] = ""
     id: str | None = None
-    status: _Status = None
+    status: str | None = None
 
     def add_to(self, messages: list[_Fields]) -> None:
-        """Append a separate message."""
-        parts = [self.output] if isinstance(self.output, str) else [p.text for p in self.output]
-        messages.append({"role": "tool", "tool_call_id": self.call_id, "content": "\n".join(parts)})
+        """Append a separate message; its images follow in the user's message."""
+        parts = [] if isinstance(self.output, str) else [part.part() for part in self.output]
+        texts = [self.output] if isinstance(self.output, str) else []
+        texts += [part["text"] for part in parts if part["type"] == "text"]
+        images = [part for part in parts if part["type"] == "image_url"]
+        found = {"role": "tool", "tool_call_id": self.call_id, "content": "\n".join(texts)}
+        messages.append(found | ({_IMAGES: images} if images else {}))
 
 
-class ReasoningText(Body):
+class ReasoningText(Earlier):
     """A part of reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class Reasoned(Body):
+class Reasoned(Earlier):
     """Reasoning of an earlier output."""
 
     type: Literal["reasoning"]
@@ -111,12 +127,28 @@ class Reasoned(Body):
     summary: Annotated[list[ReasoningText], Field(default_factory=list)]
     content: list[ReasoningText] | None = None
     encrypted_content: str | None = None
-    status: _Status = None
+    status: str | None = None
 
     def add_to(self, messages: list[_Fields]) -> None:
         """Append an assistant message that starts with the reasoning."""
         if text := "\n".join(part.text for part in self.content or self.summary):
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+
+
+class ItemReference(Earlier):
+    """An item of an earlier output by its id, which is not kept."""
+
+    type: Literal["item_reference"]
+
+    def add_to(self, messages: list[_Fields]) -> None:
+        """Raise `ApiError`."""
+        del messages
+        raise ApiError(
+            400,
+            "input: an item_reference names an item that this server does not keep: send the item "
+            "itself (store: false, in the AI SDK providerOptions.openai.store)",
+            param="input",
+        )
 
 
 def _assistant_message(messages: list[_Fields], *, continues: bool = False) -> _Fields:
@@ -133,8 +165,19 @@ def _assistant_message(messages: list[_Fields], *, continues: bool = False) -> _
     return last
 
 
+def _kind(item: Any) -> str:
+    """The type of an item; messages need none."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if kind is None else str(kind)
+
+
 Item = Annotated[
-    FunctionCall | FunctionCallOutput | Reasoned | InputMessage, Field(union_mode="left_to_right")
+    Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[Reasoned, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[InputMessage, Tag("message")],
+    Discriminator(_kind),
 ]
 
 
@@ -252,7 +295,7 @@ class ResponsesRequest(_Sampling):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
             item.add_to(messages)
-        return messages
+        return _with_images(messages)
 
     def _choice(self) -> str | _Fields | None:
         if isinstance(self.tool_choice, FlatChoice):
@@ -273,6 +316,23 @@ class ResponsesRequest(_Sampling):
             "tools": [_dumped(tool) for tool in self.tools or ()],
             "top_p": sampling.top_p,
         }
+
+
+def _with_images(messages: list[_Fields]) -> list[_Fields]:
+    """Move images of results into the user's message after them, a new one if there is none."""
+    found: list[_Fields] = []
+    held: list[_Fields] = []
+    for message in messages:
+        if held and message["role"] == "user":
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            message, held = {**message, "content": held + parts}, []
+        elif held and message["role"] != "tool":
+            found.append({"role": "user", "content": held})
+            held = []
+        held = held + message.get(_IMAGES, [])
+        found.append({name: value for name, value in message.items() if name != _IMAGES})
+    return found + ([{"role": "user", "content": held}] if held else [])
 
 
 def _dumped(value: Body | str | None) -> Any:
