@@ -42,7 +42,7 @@ def create_app(engines: EnginePool) -> FastAPI:
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
     _add_openai(app, engines)
     add_adapters(app, engines)
-    add_protocols(app, engines, version)
+    add_protocols(app, engines)
     _add_triton(app, engines)
     add_kserve(app, engines, version)
     _add_tokens(app, engines, version)

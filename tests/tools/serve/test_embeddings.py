@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import ollama
 import openai
 import pytest
 from conftest import make_checkpoint
@@ -50,6 +51,26 @@ def test_embeddings_are_those_of_the_engine(embedder):
         client.embeddings.create(model="tiny", input="w20", dimensions=1 << 20)
     with pytest.raises(openai.BadRequestError, match="tokens, the engine takes"):
         client.embeddings.create(model="tiny", input="w20 " * 60)
+
+
+def test_ollamas_client_embeds(embedder):
+    server, llm, expected = embedder
+    client = ollama.Client(server.url)
+    found = client.embed("tiny", TEXTS)
+    np.testing.assert_array_equal(np.float32(found.embeddings), expected)
+    assert found.prompt_eval_count == sum(len(text.split()) for text in TEXTS)
+    one = client.embed("tiny:latest", TEXTS[1], dimensions=8).embeddings
+    assert (len(one), len(one[0])) == (1, 8)
+    np.testing.assert_array_equal(
+        np.float32(client.embeddings("tiny", TEXTS[0]).embedding), expected[0]
+    )
+    long = client.embed("tiny", "w20 " * 60).embeddings[0]  # cut to what the engine takes
+    ids = llm.tokenizer.encode("w20 " * 60, add_special_tokens=True)
+    np.testing.assert_array_equal(np.float32(long), llm.embed(ids[:48]))
+    with pytest.raises(ollama.ResponseError, match="tokens, the engine takes"):
+        client.embed("tiny", "w20 " * 60, truncate=False)
+    assert client.embed("tiny", []).embeddings == []
+    assert client.show("tiny").capabilities == ["embedding"]
 
 
 def test_an_adapter_embeds(embedder):

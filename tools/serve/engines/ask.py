@@ -43,12 +43,19 @@ class EmbeddingJob:
 
     text: str | tuple[int, ...]
     lora: str | None = None  # name of the LoRA adapter
+    truncates: bool = False  # a text that is longer than the engine takes
 
     def token_ids(self, llm: LLM) -> list[int]:
         """Token ids of the text, with the tokenizer's special tokens."""
-        if isinstance(self.text, str):
-            return llm.tokenizer.encode(self.text, add_special_tokens=True)
-        return [*self.text]
+        if not isinstance(self.text, str):
+            return [*self.text]
+        ids = llm.tokenizer.encode(self.text, add_special_tokens=True)
+        limit = min(llm.manifest.max_input_len, llm.manifest.max_kv_cache_capacity)
+        if not self.truncates or len(ids) <= limit:
+            return ids
+        plain = llm.tokenizer.encode(self.text, add_special_tokens=False)
+        end = ids[-1:] if ids[-1:] != plain[-1:] else []  # a special token that ends every text
+        return [*ids[: limit - len(end)], *end]
 
 
 def start(llm: LLM, ask: EngineRequest) -> RequestOutput:

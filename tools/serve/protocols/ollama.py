@@ -23,8 +23,12 @@ from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
 
 _Fields = dict[str, Any]
 _PER_MS = 1_000_000
-# Options of loading a model, which is loaded already.
-LOADING = ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap")
+# Options of loading a model, which is loaded already, and others without effect here.
+LOADING = (
+    "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "use_mmap",
+    "use_mlock", "low_vram", "vocab_only", "f16_kv", "logits_all", "embedding_only", "numa",
+    "penalize_newline", "mirostat_tau", "mirostat_eta", "repeat_last_n",
+)  # fmt: skip
 _UNLIMITED = 2**31 - 1  # tokens
 LATEST = ":latest"  # suffix that Ollama's clients add to a name
 
@@ -49,6 +53,21 @@ class Options(_Sampling):
     num_thread: int | None = None
     num_keep: int | None = None
     use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    low_vram: bool | None = None
+    vocab_only: bool | None = None
+    f16_kv: bool | None = None
+    logits_all: bool | None = None
+    embedding_only: bool | None = None
+    numa: bool | None = None
+    # Of methods that are off.
+    mirostat: Literal[0] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    tfs_z: Annotated[float, Field(ge=1, le=1)] | None = None
+    typical_p: Annotated[float, Field(ge=1, le=1)] | None = None
+    penalize_newline: bool | None = None
+    repeat_last_n: int | None = None  # the penalty is of all tokens
 
     def sampled(self) -> _Fields:
         """The fields of `Sampled`."""
@@ -153,8 +172,13 @@ class _OllamaBody(Body):
 class OllamaChat(_OllamaBody):
     """`/api/chat`."""
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1)]
+    messages: Annotated[list[OllamaMessage], Field(default_factory=list)]
     tools: list[Tool] | None = None
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether the request asks for no output."""
+        return not self.messages
 
     def as_chat(self) -> ChatRequest:
         """The same in OpenAI's words."""
@@ -168,13 +192,18 @@ class OllamaChat(_OllamaBody):
 class OllamaGenerate(_OllamaBody):
     """`/api/generate`: one message, or with `raw` a prompt without a chat template."""
 
-    prompt: str
+    prompt: str = ""
     system: str | None = None
     images: list[str] | None = None
     raw: bool = False
     suffix: Literal[""] | None = None
     template: Literal[""] | None = None  # the model's own is used
     context: None = None  # of an earlier output; use /api/chat
+
+    @property
+    def only_loads(self) -> bool:
+        """Whether the request asks for no output."""
+        return not self.prompt and not self.images
 
     def as_chat(self) -> ChatRequest:
         """The same in OpenAI's words."""

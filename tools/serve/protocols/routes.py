@@ -17,26 +17,29 @@ from edgellm.tools.serve.engines.models import device_of
 from edgellm.tools.serve.http.errors import MESSAGES, RESPONSES
 from edgellm.tools.serve.output.chat_output import ChatOutput
 from edgellm.tools.serve.output.streams import Writer
+from edgellm.tools.serve.protocols import ollama_models
 from edgellm.tools.serve.protocols.anthropic.messages import CountRequest, MessagesRequest
 from edgellm.tools.serve.protocols.anthropic.writer import MessagesWriter
 from edgellm.tools.serve.protocols.ollama import LATEST, OllamaChat, OllamaGenerate, OllamaWriter
+from edgellm.tools.serve.protocols.ollama_models import EmbedWriter, OllamaEmbed, OllamaEmbeddings
 from edgellm.tools.serve.protocols.openai import chat, completions
 from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
 from edgellm.tools.serve.protocols.openai.responses_writer import ResponsesWriter
 from edgellm.tools.serve.protocols.openai.tokenize import count_of
-from edgellm.tools.serve.routing.engine_pool import EnginePool, Place
+from edgellm.tools.serve.routing.engine_pool import EnginePool
 from edgellm.tools.serve.routing.handler import EngineHandler
 from edgellm.tools.serve.schemas.history import ignored_fields
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.schemas.sampling import NEUTRAL
 
 
-def add_protocols(app: FastAPI, engines: EnginePool, version: str) -> None:
+def add_protocols(app: FastAPI, engines: EnginePool) -> None:
     """Add Anthropic's, OpenAI's Responses and Ollama's routes."""
     _add_messages(app, engines)
     _add_responses(app, engines)
     _add_ollama(app, engines)
-    _add_ollama_models(app, engines, version)
+    _add_ollama_embeddings(app, engines)
+    _add_ollama_models(app, engines)
 
 
 _Protocol = MessagesRequest | ResponsesRequest | OllamaChat | OllamaGenerate
@@ -108,9 +111,18 @@ def _add_responses(app: FastAPI, engines: EnginePool) -> None:
 
 
 def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
+    async def loaded(body: OllamaChat | OllamaGenerate, request: Request) -> Response:
+        """Load the model; one without requests is unloaded when its memory is needed."""
+        served = await engines.of(body.model.removesuffix(LATEST), request)
+        chats = isinstance(body, OllamaChat)
+        found = ollama_models.loaded(body.model, body.keep_alive, chats=chats)
+        return JSONResponse(found, headers=served.ignored_header(body.ignored()))
+
     @app.post("/api/chat")
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Respond to a conversation, in Ollama's form."""
+        if body.only_loads:
+            return await loaded(body, request)
         asked = await _Conversation.of(engines, body, request)
         writer = OllamaWriter(await asked.output(), asked.model, chats=True)
         return await asked.respond(request, writer, body.ignored())
@@ -118,6 +130,8 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
         """Respond to one message, or complete a raw prompt, in Ollama's form."""
+        if body.only_loads:
+            return await loaded(body, request)
         if not body.raw:
             asked = await _Conversation.of(engines, body, request)
             writer = OllamaWriter(await asked.output(), asked.model, chats=False)
@@ -131,56 +145,55 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
         return await served.respond(request, asks, writer, streams=streams, ignored=ignored)
 
 
-def _add_ollama_models(app: FastAPI, engines: EnginePool, version: str) -> None:
+def _add_ollama_embeddings(app: FastAPI, engines: EnginePool) -> None:
+    async def embedded(body: OllamaEmbed | OllamaEmbeddings, request: Request) -> Response:
+        served = await engines.of(body.model.removesuffix(LATEST), request)
+        if not (asks := body.asks(served.lora)):
+            return JSONResponse(ollama_models.without_texts(body))
+        writer = EmbedWriter(body, body.model)
+        ignored = body.ignored()
+        return await served.respond(request, asks, writer, streams=False, ignored=ignored)
+
+    @app.post("/api/embed")
+    async def ollama_embed(body: OllamaEmbed, request: Request) -> Response:
+        """Embed texts, in Ollama's form."""
+        return await embedded(body, request)
+
+    @app.post("/api/embeddings")
+    async def ollama_embeddings(body: OllamaEmbeddings, request: Request) -> Response:
+        """Embed one text, in Ollama's older form."""
+        return await embedded(body, request)
+
+
+def _add_ollama_models(app: FastAPI, engines: EnginePool) -> None:
     began = datetime.fromtimestamp(engines.created, timezone.utc)
     since = began.isoformat().replace("+00:00", "Z")
-
-    def card(place: Place) -> dict[str, Any]:
-        name = place.model.name + LATEST
-        head = {"name": name, "model": name, "modified_at": since, "details": _details(place)}
-        return {**head, "size": place.model.num_bytes}
 
     @app.get("/api/tags")
     async def ollama_tags() -> JSONResponse:
         """List the engines."""
-        return JSONResponse({"models": [card(place) for place in engines.places]})
+        models = [ollama_models.card(place.model, since) for place in engines.places]
+        return JSONResponse({"models": models})
 
     @app.get("/api/ps")
     async def ollama_ps() -> JSONResponse:
         """List the loaded engines."""
-        loaded = [place for place in engines.places if place.worker is not None]
-        return JSONResponse({"models": [card(place) for place in loaded]})
+        loaded = [place.model for place in engines.places if place.worker is not None]
+        return JSONResponse({"models": [ollama_models.card(model, since) for model in loaded]})
 
     @app.post("/api/show")
     async def ollama_show(body: dict[str, Any], request: Request) -> JSONResponse:
         """Describe a model and its capabilities."""
-        name = str(body.get("model", body.get("name", ""))).removesuffix(LATEST)
+        name = str(body.get("model") or body.get("name") or "").removesuffix(LATEST)
         served = await engines.of(name, request)
-        place, _ = engines.find(name)
-        manifest = served.model.manifest
-        decoder = manifest.decoder
-        capabilities = ["completion"]
-        capabilities += ["vision"] if served.llm.images is not None else []
-        info = {
-            "general.architecture": decoder.model_type,
-            "general.parameter_count": decoder.num_parameters,
-            f"{decoder.model_type}.context_length": manifest.max_kv_cache_capacity,
-        }
-        return JSONResponse(
-            {
-                "details": _details(place),
-                "template": served.llm.tokenizer.chat_template or "",
-                "capabilities": capabilities,
-                "model_info": info,
-                "edgellm": await asyncio.to_thread(_page_facts, served),
-                "modified_at": since,
-            }
-        )
+        shown = ollama_models.description(served.model, served.llm, since)
+        page = await asyncio.to_thread(_page_facts, served)
+        return JSONResponse({**shown, "edgellm": page})
 
     @app.get("/api/version")
     async def ollama_version() -> JSONResponse:
-        """The server's version."""
-        return JSONResponse({"version": version})
+        """The version of Ollama's protocol."""
+        return JSONResponse({"version": ollama_models.API_VERSION})
 
 
 def _page_facts(served: EngineHandler) -> dict[str, Any]:
@@ -192,8 +205,3 @@ def _page_facts(served: EngineHandler) -> dict[str, Any]:
         "tokens_per_second": round(1000 / one, 1) if one else None,
         "defaults": {**NEUTRAL, **defaults.sampling, "max_tokens": defaults.max_generate_length},
     }
-
-
-def _details(place: Place) -> dict[str, Any]:
-    family = place.model.manifest.decoder.model_type
-    return {"format": "edgellm", "family": family, "families": [family]}

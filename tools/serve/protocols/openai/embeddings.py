@@ -76,7 +76,15 @@ class RerankRequest(Body):
         return [EmbeddingJob(text, lora) for text in (self.query, *self.texts())]
 
 
-class _VectorWriter(OneText):
+def shortened(vector: NDArray[np.float32], size: int | None) -> NDArray[np.float32]:
+    """The first elements of a vector, of length 1; None: all of them."""
+    if size is None:
+        return vector
+    vector = vector[:size]
+    return vector / max(float(np.linalg.norm(vector)), 1e-12)
+
+
+class VectorWriter(OneText):
     """Collects embeddings; never streams."""
 
     framing, last = EVENTS, b""
@@ -108,7 +116,7 @@ class _VectorWriter(OneText):
         return {"prompt_tokens": count, "total_tokens": count}
 
 
-class EmbeddingWriter(_VectorWriter):
+class EmbeddingWriter(VectorWriter):
     """Vectors in OpenAI's form."""
 
     def __init__(self, body: EmbeddingRequest, model: str) -> None:
@@ -124,15 +132,13 @@ class EmbeddingWriter(_VectorWriter):
         return {"object": "list", "data": data, "model": self._model, "usage": self._usage()}
 
     def _encoded(self, vector: NDArray[np.float32]) -> list[float] | str:
-        if self._body.dimensions is not None:
-            vector = vector[: self._body.dimensions]
-            vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        vector = shortened(vector, self._body.dimensions)
         if self._body.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return vector.tolist()
 
 
-class RerankWriter(_VectorWriter):
+class RerankWriter(VectorWriter):
     """Writes documents by cosine similarity to the query, best first."""
 
     def __init__(self, body: RerankRequest, model: str) -> None:
