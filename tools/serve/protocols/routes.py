@@ -87,7 +87,7 @@ def _add_messages(app: FastAPI, engines: EnginePool) -> None:
         """Respond to a conversation, in Anthropic's form."""
         asked = await _Conversation.of(engines, body, request)
         writer = MessagesWriter(await asked.output(), asked.model)
-        return await asked.respond(request, writer)
+        return await asked.respond(request, writer, body.ignored())
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count_tokens(body: CountRequest, request: Request) -> JSONResponse:

@@ -16,6 +16,8 @@ from edgellm.tools.serve.schemas.sampling import SamplingForm
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
 _Message = dict[str, Any]
+_WITHOUT_EFFECT = ("context_management", "container")
+_TOOL_WITHOUT_EFFECT = ("defer_loading", "input_examples", "allowed_callers")
 _Cache = dict[str, Any] | None  # a cache breakpoint; all prefixes are cached
 
 
@@ -58,6 +60,9 @@ class ImageBlock(Earlier):
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
     cache_control: _Cache = None
 
+    def part(self) -> _Message:
+        """In the form of chat completions."""
+        return {"type": "image_url", "image_url": {"url": self.source.url()}}
 
 
 class ThinkingBlock(Earlier):
@@ -100,13 +105,29 @@ class ToolResultBlock(Earlier):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | list[_Result] = ""
     is_error: bool = False
     cache_control: _Cache = None
 
+    def text(self) -> str:
+        """The texts of the result."""
+        if isinstance(self.content, str):
+            return "Error: " * self.is_error + self.content
+        texts = [
+            block.text if isinstance(block, TextBlock) else block.tool_name
+            for block in self.content
+            if not isinstance(block, ImageBlock)
+        ]
+        return "Error: " * self.is_error + "\n".join(texts)
+
+    def images(self) -> list[_Message]:
+        """The images of the result, as parts of a message."""
+        blocks = [] if isinstance(self.content, str) else self.content
+        return [block.part() for block in blocks if isinstance(block, ImageBlock)]
+
 
 _Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 
@@ -118,26 +139,30 @@ class Turn(Earlier):
     content: str | list[_Block]
 
     def messages(self) -> Iterator[_Message]:
-        """OpenAI's messages: results of calls are separate messages before the rest."""
+        """OpenAI's messages: results of calls are separate messages before the rest.
+
+        Images of results follow them in the user's message: templates take none in results.
+        """
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
         parts: list[_Message] = []
+        images: list[_Message] = []  # of results
         calls: list[_Message] = []
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                text = "Error: " * block.is_error + _joined(block.content)
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.text()}
+                images += block.images()
             elif isinstance(block, TextBlock):
                 parts.append({"type": "text", "text": block.text})
             elif isinstance(block, ImageBlock):
-                parts.append({"type": "image_url", "image_url": {"url": block.source.url()}})
+                parts.append(block.part())
             elif isinstance(block, ToolUseBlock):
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
                 calls.append({"id": block.id, "function": function})
-        if parts or calls or thoughts:
-            found: _Message = {"role": self.role, "content": parts or None}
+        if parts or images or calls or thoughts:
+            found: _Message = {"role": self.role, "content": images + parts or None}
             if calls:
                 found["tool_calls"] = calls
             if thoughts:
@@ -161,6 +186,10 @@ class MessagesTool(Body):
     strict: bool | None = None
     cache_control: _Cache = None
     eager_input_streaming: bool | None = None  # calls are sent whole
+    # Without effect: all tools are in the prompt, and the model calls them itself.
+    defer_loading: bool | None = None
+    input_examples: list[Any] | None = None
+    allowed_callers: list[str] | None = None
 
     def as_openai(self) -> dict[str, Any]:
         """Convert to OpenAI's form."""
@@ -235,6 +264,21 @@ class CountRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: _Cache = None
+    # Without effect: nothing is kept between requests, and no tools run here.
+    context_management: dict[str, Any] | None = None
+    container: str | dict[str, Any] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def ignored(self) -> list[str]:
+        """What was given and has no effect."""
+        tools = [
+            each
+            for each in _TOOL_WITHOUT_EFFECT
+            for tool in self.tools or ()
+            if getattr(tool, each)
+        ]
+        found = [name for name in _WITHOUT_EFFECT if getattr(self, name) is not None]
+        return found + [f"tools.{name}" for name in dict.fromkeys(tools)]
 
     def conversation(self) -> dict[str, Any]:
         """Fields of a `ChatRequest`; raises `ApiError` for what cannot be asked."""
