@@ -29,6 +29,10 @@ class RequestError(EdgeLLMError):
     """A request is malformed; other requests of the file still run."""
 
 
+class PromptLengthError(RequestError):
+    """The prompt has more tokens than the engine takes, or than its KV cache has room for."""
+
+
 class UnexpectedError(EdgeLLMError):
     """A request failed by a bug of edgellm or a library, which is its `__cause__`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.core.errors import RequestError
+from edgellm.core.errors import PromptLengthError, RequestError
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.arrays import (
     ImageRows,
@@ -64,13 +64,13 @@ def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, li
     if prompt_tokens > longest:
         fits = prompt_tokens < engine.decoder.max_positions
         hint = f", or build with --maxInputLen {prompt_tokens}" if fits else ""
-        raise RequestError(
+        raise PromptLengthError(
             f"the prompt has {prompt_tokens} tokens, the engine takes {longest}",
             hint="shorten it" + hint,
         )
     room = capacity - prompt_tokens
     if room < 1:
-        raise RequestError(
+        raise PromptLengthError(
             f"the prompt of {prompt_tokens} tokens fills the KV cache of {capacity}",
             hint="build with a larger --maxKVCacheCapacity",
         )

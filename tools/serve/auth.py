@@ -35,6 +35,8 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # of health checks; the connection sends no body
+            scope = {**scope, "method": "GET"}
         scope["arrived"] = asyncio.get_running_loop().time()
         scope[BODY_BYTES] = 0
         try:
@@ -76,7 +78,10 @@ class Auth:
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if not is_loopback(name):
             raise ApiError(
-                403, "this server answers only to names of its own machine, such as localhost"
+                403,
+                "this server answers only to names of its own machine, such as localhost: let a "
+                "proxy send that (nginx: proxy_set_header Host localhost;), or start the server "
+                "with --host and --apiKeyFile",
             )
 
     def _require_key(self, path: str, headers: Headers) -> None:

@@ -94,6 +94,11 @@ class Call:
         """Deadline of the last byte, by the loop's clock."""
         return self._deadline
 
+    @property
+    def has_more(self) -> bool:
+        """Whether more events follow."""
+        return self._left > 0
+
     async def arrived(self) -> list[Event]:
         """All events since the last call, at least one.
 
@@ -134,7 +139,7 @@ class Call:
 
     async def __aiter__(self) -> AsyncIterator[list[Event]]:
         """Yield events until all sequences are finished; raises as `arrived`."""
-        while self._left:
+        while self.has_more:
             yield await self.arrived()
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
+    PromptLengthError,
     RequestError,
     suggestion,
 )
@@ -76,7 +77,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, (RequestError, LimitError)):
         hint = f" ({error.hint})" if error.hint else ""
-        return ApiError(400, f"{error}{hint}")
+        code = "context_length_exceeded" if isinstance(error, PromptLengthError) else None
+        return ApiError(400, f"{error}{hint}", code=code)
     if isinstance(error, EdgeLLMError):
         return ApiError(500, str(error), code="engine_failed")
     return ApiError(500, "the server failed; its log says why", code="internal_error")
@@ -99,7 +101,9 @@ def body_for(path: str, error: ApiError) -> dict[str, Any]:
         return {"error": _text(error)}
     if path.startswith(MESSAGES):
         kind = _ANTHROPIC_TYPES.get(error.status, error.kind)
-        return {"type": "error", "error": {"type": kind, "message": _text(error)}}
+        # Anthropic has no codes: its clients find this text, and shorten the conversation.
+        too_long = "prompt is too long: " * (error.code == "context_length_exceeded")
+        return {"type": "error", "error": {"type": kind, "message": too_long + _text(error)}}
     return openai_body(error)
 
 

@@ -18,6 +18,8 @@ from edgellm.tools.serve.engines.events import Event, Finished, OutputSwitch, St
 from edgellm.tools.serve.engines.request_stream import Call, DisconnectedError
 from edgellm.tools.serve.http.errors import as_api_error, streamed_body_for
 
+FIRST_S = 0.5  # for a faulty request to become an error status before a stream begins
+PING_S = 10.0  # between bytes of a stream: proxies cut idle connections
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 _HEADERS = [
@@ -32,14 +34,18 @@ class Framing:
 
     media_type: bytes
     frame: Callable[[dict[str, Any]], bytes]
+    ping: bytes = b""  # that clients skip; empty: the format has none
 
 
 EVENTS = Framing(
-    b"text/event-stream; charset=utf-8", lambda content: b"data: " + _encode(content) + b"\n\n"
+    b"text/event-stream; charset=utf-8",
+    lambda content: b"data: " + _encode(content) + b"\n\n",
+    b": ping\n\n",
 )
 NAMED_EVENTS = Framing(  # the type is the event's name
     EVENTS.media_type,
     lambda content: b"event: " + content["type"].encode() + b"\n" + EVENTS.frame(content),
+    EVENTS.ping,
 )
 LINES = Framing(b"application/x-ndjson", lambda content: _encode(content) + b"\n")
 
@@ -84,11 +90,15 @@ async def answer(
 ) -> Response:
     """The response to a request with these headers; waits for the first events.
 
+    A stream begins without them after `FIRST_S`, such as while its request is in the queue.
+
     Raises:
         Exception: the request failed before its first token.
     """
     try:
-        first = await call.arrived()  # a faulty request becomes an error status, not a stream
+        first: list[Event] = []
+        with anyio.move_on_after(FIRST_S if streams else None):
+            first = await call.arrived()
         if streams:
             return EventStream(
                 call=call, writer=writer, first=first, path=request.url.path, headers=headers
@@ -170,10 +180,18 @@ class EventStream(Response):
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         try:
-            async for events in _all(self._call, self._first):
+            events = self._first
+            while True:
                 contents = [content for event in events for content in self._form(event)]
                 if contents:
                     yield self._framed(contents)
+                if not self._call.has_more:
+                    return
+                events = []
+                with anyio.move_on_after(PING_S) as waiting:
+                    events = await self._call.arrived()
+                if waiting.cancelled_caught and self._writer.framing.ping:
+                    yield self._writer.framing.ping
         except DisconnectedError:
             return
         except Exception as error:  # noqa: BLE001 - the status was sent, the error follows

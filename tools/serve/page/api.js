@@ -56,6 +56,7 @@ async function* events(body) {
     const parts = (held + value).split("\n\n");
     held = parts.pop();
     for (const part of parts) {
+      if (!part.startsWith("data: ")) continue; // a ping
       const data = part.replace(/^data: /, "");
       if (data && data !== "[DONE]") yield JSON.parse(data);
     }
