@@ -43,6 +43,7 @@ _REMEDIES = {
     "prompt": "give a text, its token ids, or a list of either",
 }
 _MAX_PATH, _NEAR = 100, 0.5  # characters; least similarity of the nearest route
+_GZIP = b"\x1f\x8b"
 _LITERAL = re.compile("'([^']*)'")
 _SUFFIX = "suffix: the model continues a text; it cannot fill a gap before a suffix"
 
@@ -129,6 +130,10 @@ def install(app: FastAPI) -> None:
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         detail = str(error.detail)
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            detail = _not_text(error.__cause__)
+        elif isinstance(error.__cause__, RecursionError):
+            detail = "the body is nested too deeply"
         if error.status_code == http.HTTPStatus.NOT_FOUND:
             detail = _not_found(app, request)
         answer = response_for(request.url.path, ApiError(error.status_code, detail))
@@ -150,6 +155,12 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
 
 
+def _not_text(error: UnicodeDecodeError) -> str:
+    if error.object.startswith(_GZIP):
+        return "the body is compressed with gzip: send it as it is, without content-encoding"
+    return f"the body is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+
+
 def _not_found(app: FastAPI, request: Request) -> str:
     """The message of a 404, with the nearest route."""
     routes = [each for each in app.routes if isinstance(each, APIRoute) and each.include_in_schema]
@@ -163,14 +174,66 @@ def _not_found(app: FastAPI, request: Request) -> str:
     return f"there is no {path} here; {meant}GET /openapi.json lists all"
 
 
-def _fault(errors: Sequence[Any]) -> Any:
-    """The first error; for a union of text and parts, the deepest error within the parts."""
+def _fault(errors: Sequence[Any], given: Any) -> Any:
+    """The error to tell of: the first, or in a union that of the alternative that was meant.
+
+    Args:
+        errors: pydantic's.
+        given: the body that they are of.
+    """
     first = errors[0]
-    stem = first["loc"][:-1]
-    if first["loc"][-1:] != ("str",):
-        return first
-    inside = [one for one in errors if one["loc"][: len(stem)] == stem]
-    return max(inside, key=lambda one: len(one["loc"]))
+    for size in _tags(first, given):
+        stem = first["loc"][:size]
+        inside = [one for one in errors if len(one["loc"]) > size and one["loc"][:size] == stem]
+        if len({one["loc"][size] for one in inside}) > 1:
+            return _of_union(inside, stem, given)
+    return first
+
+
+def _of_union(errors: Sequence[Any], stem: tuple[Any, ...], given: Any) -> Any:
+    """The error of the alternative that was meant, of a value at `stem`."""
+    # An error of the value's whole type says that another alternative was meant.
+    size = len(stem)
+    within = [
+        one for one in errors if len(one["loc"]) > size + 1 or not one["type"].endswith("_type")
+    ]
+    if within:
+        deepest = max(within, key=lambda one: len(one["loc"]))
+        return _fault([one for one in within if one["loc"][size] == deepest["loc"][size]], given)
+    kinds = dict.fromkeys(one["msg"].removeprefix("Input should be a valid ") for one in errors)
+    return {**errors[0], "loc": stem, "msg": "Input should be a valid " + " or ".join(kinds)}
+
+
+def _tags(error: Any, given: Any) -> list[int]:
+    """Where the path of an error has the name of an alternative, which the body has not."""
+    value, found = given, list[int]()
+    for at, part in enumerate(error["loc"]):
+        if _has(value, part):
+            value = value[part]
+        elif at or part != "body":
+            found.append(at)
+    return found
+
+
+def _place(error: Any, given: Any) -> list[str]:
+    """The path of an error in the body, without names of alternatives."""
+    value, found = given, list[str]()
+    last = len(error["loc"]) - 1
+    for at, part in enumerate(error["loc"]):
+        if part == "body" and at == 0:
+            continue
+        if _has(value, part):
+            value = value[part]
+        elif at != last or not isinstance(value, dict):
+            continue
+        found.append(str(part))
+    return found
+
+
+def _has(value: Any, part: Any) -> bool:
+    if isinstance(value, list):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value
 
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
@@ -184,19 +247,24 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
             400, f"the body is not valid JSON: {reason} at character {first['loc'][-1]}"
         )
     body = getattr(request.scope.get("route"), "body_field", None)
-    return fault_of(error.errors(), body and body.field_info.annotation)
+    return fault_of(error.errors(), body and body.field_info.annotation, error.body)
 
 
-def fault_of(errors: Sequence[Any], body: Any = None) -> ApiError:
+def fault_of(errors: Sequence[Any], body: Any = None, given: Any = None) -> ApiError:
     """The error of invalid fields.
 
     Args:
         errors: pydantic's list of errors.
         body: the model of the body, for suggestions; None: unknown.
+        given: the body itself, for paths; None: unknown.
     """
-    first = _fault(errors)
+    first = errors[0] if given is None else _fault(errors, given)
     place = [str(part) for part in first["loc"] if part != "body" and "[" not in str(part)]
-    reason = first["msg"][:1].lower() + first["msg"][1:]
+    place = place if given is None else _place(first, given)
+    if first["type"] == "union_tag_invalid":
+        place, reason = [*place, "type"], _unknown_type(first["ctx"])
+    else:
+        reason = first["msg"][:1].lower() + first["msg"][1:]
     if place[:1] == ["suffix"]:
         return ApiError(400, _SUFFIX, param="suffix")
     if (remedy := _REMEDIES.get(place[0] if place else "")) is not None:
@@ -208,6 +276,14 @@ def fault_of(errors: Sequence[Any], body: Any = None) -> ApiError:
     # Names of unknown fields come from the client: only the message has them.
     param = place[0] if place[0].isidentifier() and place[0].isascii() else None
     return ApiError(400, f"{'.'.join(place)}: {reason}", param=param)
+
+
+def _unknown_type(context: Any) -> str:
+    """The reason of an unknown `type` of an object, with the one that was probably meant."""
+    tag, expected = context["tag"], context["expected_tags"]
+    known = _LITERAL.findall(expected)
+    words = (f"input should be {expected}", suggestion(tag, known))
+    return f"{words[0]} ({words[1]})" if words[1] else words[0]
 
 
 def _meant(error: Any, body: Any) -> str:
