@@ -7,6 +7,7 @@ QUICK_VENV := .venv-quick
 LOWEST_VENV := .venv-lowest
 NEWEST_VENV := .venv-newest
 TEST_VENV := .venv
+CLIENTS_VENV := .venv-clients
 MINUTES ?= 60
 # Compiled modules are kept: the tests start a thousand processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -26,8 +27,8 @@ endef
 # They count what a server does in a time, so they run after the others.
 ALONE = $(addprefix tests/tools/serve/test_,aiperf.py clients.py hostile.py hybrids.py load.py)
 
-.PHONY: adversary arm bench gpu-proof gpu-proof-dry demo test all-types most-tests quick lint types \
-	quick-tests lowest newest wheel clean
+.PHONY: adversary arm bench clients gpu-proof gpu-proof-dry demo test all-types most-tests quick lint \
+	types quick-tests lowest newest wheel clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
@@ -55,6 +56,11 @@ adversary: $(TEST_VENV)/installed
 # the steps; without them mmdebstrap makes a root, and all steps run.
 arm: $(TEST_VENV)/installed
 	$(TEST_VENV)/bin/python tests/arm/device_on_arm.py $(if $(ARM_ROOT),--root $(ARM_ROOT)) $(if $(ONLY),--only $(ONLY))
+
+# Nightly: client libraries that are too heavy for the test environment, and Vercel's AI SDK with npm.
+clients: $(TEST_VENV)/installed $(CLIENTS_VENV)/installed
+	EDGELLM_CLIENTS_PYTHON=$(CLIENTS_VENV)/bin/python OMP_NUM_THREADS=1 \
+		$(TEST_VENV)/bin/python -m pytest tests/tools/serve/test_client_libraries.py
 
 # Without torch and its kin: the type checker takes their types as unknown, their tests are left out.
 quick:
@@ -98,6 +104,12 @@ $(TEST_VENV)/installed: pyproject.toml
 	$(TEST_VENV)/bin/pip install --quiet --editable '.[dev]'
 	touch $@
 
+$(CLIENTS_VENV)/installed: tests/tools/serve/client_scripts/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/pip install --quiet --requirement $<
+	-npm install --silent --prefix $(CLIENTS_VENV) ai @ai-sdk/openai @ai-sdk/openai-compatible zod
+	touch $@
+
 # Hours: all benchmarks, their results in benchmarks/results.json, their tables in docs/benchmarks.md.
 bench: $(TEST_VENV)/installed
 	$(TEST_VENV)/bin/python benchmarks/run.py
@@ -115,4 +127,4 @@ wheel:
 	$(if $(ARCH),CXX=$(ARCH)-linux-gnu-g++) $(PYTHON) -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV) $(LOWEST_VENV) $(NEWEST_VENV)
+	rm -rf $(DEMO_VENV) $(QUICK_VENV) $(TEST_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(CLIENTS_VENV)
