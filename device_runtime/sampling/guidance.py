@@ -74,11 +74,11 @@ class Guidance:
                     f"guided decoding with this tokenizer is not possible: {error}"
                 ) from None
         grammar = _unforced(_grammar(guide))
-        if guide.thinking is not None and not guide.covers_thinking:
+        if guide.thinking is not None and guide.kind != "lark_with_thinking":
             grammar = after_thinking(grammar, guide.thinking)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            name = "grammar" if guide.kind == "lark" else guide.kind
+            name = "grammar" if guide.kind.startswith("lark") else guide.kind
             raise RequestError(f"the {name} of the answer is faulty: {_fault(matcher)}")
         return Constraint(matcher)
 
@@ -101,7 +101,8 @@ def _grammar(guide: Guide) -> str:
     try:
         if guide.kind == "choice":  # one terminal: as many rules exceed a parser's row at 2,000
             return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {_alternatives(guide.text)}")
-        grammar = grammar_from(guide.kind, guide.text)
+        kind = "ebnf" if guide.kind == "ebnf" else "lark"
+        grammar = grammar_from(kind, guide.text)
     except (ValueError, TypeError) as error:
         raise RequestError(f"the {guide.kind} of the answer is faulty: {error}") from None
     return with_ascii_lark(grammar)

@@ -24,7 +24,10 @@ _MAX_GRAMMAR = 1 << 20  # characters
 _HALF = re.compile("[\ud800-\udfff]")
 _SEED_BITS = 32  # of random seeds, which every JSON parser reads exactly
 
-GuideKind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "lark"]
+# A grammar of the last kind describes the reasoning, too.
+GuideKind = Literal[
+    "json_object", "json_schema", "regex", "choice", "ebnf", "lark", "lark_with_thinking"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +46,6 @@ class Guide:
 
     kind: GuideKind
     text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
-    _: KW_ONLY
-    covers_thinking: bool = False  # whether the constraint describes the reasoning, too
     thinking: Thinking | None = None  # set by the engine; None: no reasoning
 
     def __post_init__(self) -> None:

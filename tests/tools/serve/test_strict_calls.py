@@ -44,7 +44,7 @@ def _texts(form, *calls):
 
 def _guide(parser):
     grammar = calls_in_text(parser.form, SCHEMAS, marks={}, other_marks=())
-    return Guide("lark", grammar, covers_thinking=True)
+    return Guide("lark_with_thinking", grammar)
 
 
 @pytest.mark.parametrize("parser", TAGGED)
@@ -125,7 +125,7 @@ def test_a_call_of_the_model_is_guided_whether_its_tag_is_a_token_or_text(
     form = HermesParser.form
     marks = llm.tokenizer.added_ids(form.marks)
     grammar = calls_in_text(form, SCHEMAS, marks=marks, other_marks=())
-    constraint = llm._guidance.start(Guide("lark", grammar, covers_thinking=True))
+    constraint = llm._guidance.start(Guide("lark_with_thinking", grammar))
     for text in ("Well, ", "<tool_call>"):
         constraint.take(llm.tokenizer.encode(text, add_special_tokens=False))
     allowed = constraint._allowed(()).nonzero()[0]

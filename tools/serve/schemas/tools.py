@@ -110,7 +110,7 @@ class Tooled(Body):
         }
         marks = tokenizer.added_ids(form.marks)
         grammar = calls_in_text(form, schemas, marks=marks, other_marks=others.values())
-        return Guide("lark", grammar, covers_thinking=True)
+        return Guide("lark_with_thinking", grammar)
 
     def calls_form(self, llm: LLM) -> Guide | None:
         """The guide of a forced call, in the format of the model's chat template.

@@ -74,7 +74,7 @@ class ThinkingBlock(Earlier):
 
 
 class RedactedThinkingBlock(Earlier):
-    """Encrypted reasoning of another server, which nobody here can read: left out."""
+    """Encrypted reasoning of another server, which is left out."""
 
     type: Literal["redacted_thinking"]
 
