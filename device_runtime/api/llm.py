@@ -486,8 +486,8 @@ class LLM:
         template = self.tokenizer.chat_template or ""
         form = None if reasoning_marks.has_channels(template) else reasoning_marks.find(template)
         text, guide = request.text, sampling.guide
-        is_formatted = isinstance(text, str) and not request.add_special_tokens
-        if form is None or guide is None or not is_formatted:
+        is_raw = request.add_special_tokens
+        if form is None or guide is None or is_raw or not isinstance(text, str):
             return sampling
         is_inside = reasoning_marks.opened(form, text, continues=request.continues)
         if is_inside is None:
