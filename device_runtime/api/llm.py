@@ -449,6 +449,8 @@ class LLM:
 
     def _stop_tokens(self, request: GenerationRequest) -> dict[int, str]:
         """Stop strings that are special tokens, by id: the output's text does not contain them."""
+        if not request.stop:
+            return {}
         hidden = self.tokenizer.hidden_ids(request.shown_tokens)
         found = self.tokenizer.added_ids(validation.text_list("stop", request.stop))
         return {token_id: text for text, token_id in found.items() if token_id in hidden}
