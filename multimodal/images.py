@@ -18,6 +18,7 @@ from urllib.request import url2pathname
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
+from edgellm.core.commands.extras import remedy
 from edgellm.core.errors import RequestError
 
 # Formats of cameras and browsers. Pillow supports more, some of them by external programs.
@@ -183,7 +184,7 @@ def _open_heif(name: str, data: bytes) -> None:
         if importlib.util.find_spec("pillow_heif") is None:
             raise RequestError(
                 f"{name} is a HEIC picture, which needs pillow-heif",
-                hint="in edgellm's folder: pip install '.[heic]'; or save the picture as JPEG",
+                hint=f"{remedy('pillow_heif')}; or save the picture as JPEG",
             )
         importlib.import_module("pillow_heif").register_heif_opener()  # an optional package
 

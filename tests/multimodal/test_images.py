@@ -484,7 +484,7 @@ def test_missing_packages_for_heic_and_avif_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(images.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(RequestError, match=r"a\.heic is a HEIC .* needs pillow-heif") as caught:
         open_image("a.heic", tmp_path)
-    assert "'.[heic]'" in caught.value.hint
+    assert "'edgellm[heic]'" in caught.value.hint
     Image.init()
     monkeypatch.delitem(Image.OPEN, "AVIF", raising=False)
     with pytest.raises(RequestError, match=r"a\.avif is an AVIF .* version 11\.3") as caught:

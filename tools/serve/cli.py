@@ -33,10 +33,7 @@ app = App()
 )
 @with_spec_flags
 @with_serve_flags
-def edgellm_serve(
-    flags: ServeFlags,
-    spec_flags: SpecFlags,
-) -> None:
+def edgellm_serve(flags: ServeFlags, spec_flags: SpecFlags) -> None:
     """Serve engines over HTTP with OpenAI's and Triton's protocols."""
     how = spec_flags.read()
     require("serve")

@@ -17,7 +17,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.command.cli import app
 
 # Extras that no command of a user needs: for the project's own work, or of other programs.
-OWN = {"docs", "proof", "quick", "dev", "gpu"}
+OWN = {"docs", "proof", "quick", "tests", "dev", "gpu"}
 MISSING = "import sys; sys.modules.update(dict.fromkeys({names!r})); sys.argv = {argv!r}; "
 START = "from edgellm.core.commands import entry_points; entry_points.{name}()"
 
