@@ -77,7 +77,7 @@ def read_weight(
         return _packed(found, shape)
     if found.get("weight_scale", np.zeros(0)).dtype == np.uint8:  # exponents
         found["weight_scale"] = np.exp2(found["weight_scale"].astype(np.float32) - 127)
-        pairs = found.get("weight_packed", found.get("weight"))
+        pairs = found["weight_packed" if "weight_packed" in found else "weight"]
         if pairs.dtype == np.uint8:
             return _fp4(pairs, found["weight_scale"], 1, 32)
     if "weight_packed" in found:

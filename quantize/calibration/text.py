@@ -196,7 +196,7 @@ def templated(
     """
 
     def applied(shown: Sequence[Mapping[str, str]]) -> str:
-        return str(tokenizer.apply_chat_template([*shown], tokenize=False, **options))
+        return str(tokenizer.apply_chat_template([*map(dict, shown)], tokenize=False, **options))
 
     first, *rest = messages
     if first["role"] != "system" or not rest:
