@@ -35,6 +35,14 @@ def _blocks(path: Path) -> list[re.Match[str]]:
     return list(_BLOCK.finditer(path.read_text("utf-8")))
 
 
+def _typed(block: re.Match[str]) -> str:
+    """What a user types: of a console block the lines after a prompt."""
+    if block["kind"] != "console":
+        return block["text"]
+    lines = [line[2:] for line in block["text"].splitlines() if line.startswith("$ ")]
+    return "\n".join(line for line in lines if "--temprature" not in line)  # a wrong flag
+
+
 def _command_lines(text: str) -> list[list[str]]:
     """Words of the lines of a block that call one of our commands."""
     without = re.sub(r"<<'EOF'\n.*?\nEOF\n", "\n", text, flags=re.DOTALL)
@@ -103,7 +111,7 @@ def test_comments_of_fields():
 def test_commands_have_these_flags(path, apps):
     """They are parsed, not run."""
     for block in _blocks(path):
-        for words in _command_lines(block["text"]):
+        for words in _command_lines(_typed(block)):
             name, arguments = words[0], words[1:]
             if f"{name} {arguments[0]}" in apps:
                 name, arguments = f"{name} {arguments[0]}", arguments[1:]
@@ -154,6 +162,26 @@ def test_the_tutorial_runs(followed):
     folder, _, printed = followed
     assert "1 of 1 answers identical, token by token" in printed
     assert (folder / "engine/draft/manifest.json").exists()
+
+
+def test_wrong_inputs_print_what_the_page_says(tmp_path, tmp_path_factory, tiny_checkpoint):
+    """Each command of the page's section on them, in order, in a folder with a model."""
+    (tmp_path / "model").symlink_to(tiny_checkpoint)
+    homes = {name: str(tmp_path / name.lower()) for name in ("EDGELLM_HOME", "HF_HOME")}
+    shell = {**os.environ, **install(tmp_path_factory.mktemp("bin")), **homes}
+    text = (DOCS / "how-to" / "first-run.md").read_text("utf-8").partition("## Wrong inputs")[2]
+    expected = "".join(one["text"] for one in _BLOCK.finditer(text) if one["kind"] == "console")
+    commands = [line.removeprefix("$ ") for line in expected.splitlines() if line[:2] == "$ "]
+    assert len(commands) > 6
+    printed = ""
+    for command in commands:
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=shell, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        printed += f"$ {command}\n{result.stdout}"
+        assert result.returncode == (2 if "error: " in result.stdout else 0)
+    assert printed == expected
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
