@@ -34,7 +34,7 @@ from edgellm.core.manifest import (
     manifest_text,
 )
 from edgellm.core.model_spec import DraftSpec
-from edgellm.core.resources import explain_full_disk
+from edgellm.core.resources import explain_full_disk, user_folder
 from edgellm.core.strict_json import parse
 
 # What made an output folder, see `edgellm.core.commands.output_folder`; hidden, and no artifact's
@@ -46,8 +46,9 @@ _FILES, _DONE = "files", "finished"
 
 def cache_folder() -> Path:
     """$EDGELLM_CACHE, or edgellm's folder in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "edgellm"
-    return Path(os.environ.get("EDGELLM_CACHE", default))
+    if given := os.environ.get("EDGELLM_CACHE"):
+        return Path(given)
+    return user_folder("XDG_CACHE_HOME", ".cache") / "edgellm"
 
 
 def verify_sizes(folder: Path, files: dict[str, FileRecord]) -> None:

@@ -410,6 +410,8 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
         return f"{os.strerror(error.errno)}{where}", hint, 2
     if isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # before Python 3.13
         return str(error), "give a path whose links end at a file or folder", 2
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of a path with ~
+        return "this user has no home directory, which ~ means", "set HOME, or give a full path", 2
     if isinstance(error, ModuleNotFoundError):
         from edgellm.core.commands.extras import remedy
 

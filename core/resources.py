@@ -1,4 +1,4 @@
-"""Memory and disk space of this machine, and errors for full disks.
+"""Memory and disk space of this machine, a user's folders, and errors for full disks.
 
 A container's limit counts as the machine's memory (cgroups v1 and v2, Linux). Standard library and
 `edgellm.core.errors` only.
@@ -11,12 +11,15 @@ import errno
 import os
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.core.errors import (
     BrokenArtifactError,
+    EdgeLLMError,
     LimitError,
 )
 
@@ -127,6 +130,38 @@ def _text(path: Path) -> str:
 def _unescaped(path: str) -> str:
     """A path of mountinfo, where spaces and their like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+
+
+# ---------------------------------------------------------------------------- a user's folders
+def user_folder(variable: str, *parts: str) -> Path:
+    """The folder that a variable names, else `parts` of the home folder.
+
+    A user without a home, such as a container's unknown user id, gets `private_folder`.
+    """
+    if given := os.environ.get(variable):
+        return Path(given)
+    try:
+        return Path.home().joinpath(*parts)
+    except RuntimeError:  # neither HOME nor an entry of passwd
+        return private_folder().joinpath(*parts)
+
+
+def private_folder() -> Path:
+    """A folder among the temporary files, which no other user can read or write.
+
+    Raises:
+        EdgeLLMError: its name is taken by another user, or no temporary file can be written.
+    """
+    hint = "set HOME to a folder that can be written"
+    try:
+        folder = Path(tempfile.gettempdir(), f"edgellm-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise EdgeLLMError(f"there is no folder for caches: {error}", hint=hint) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise EdgeLLMError(f"{folder} is open to other users, so it holds no caches", hint=hint)
+    return folder
 
 
 # ---------------------------------------------------------------------------- disk space

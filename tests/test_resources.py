@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
+import pwd
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from edgellm.build import resource_estimate
 from edgellm.core import resources
-from edgellm.core.errors import LimitError
+from edgellm.core.artifact import cache_folder
+from edgellm.core.errors import EdgeLLMError, LimitError
+from edgellm.device_runtime.kernels import library
 from edgellm.device_runtime.runners.tensorrt.cuda import driver
 from edgellm.quantize.models import checks as quantize_checks
 from edgellm.tools.bench import machine as bench_machine
 from edgellm.tools.doctor import checks as doctor_checks
 from edgellm.tools.doctor.machine import Machine
+from edgellm.tools.store.store import home
 
 GB = 1 << 30
 KINDS = {
@@ -158,3 +166,58 @@ def test_a_doctor_of_a_small_container(make, tmp_path):
     make(2, "/pod/box").limit("pod", str(2 * GB), used=2 * GB - 1)
     (found,) = doctor_checks._memory(Machine(tmp_path))
     assert (found.status, found.found) == (doctor_checks.FAULT, "0.0 of 2.1 GB are free")
+
+
+@pytest.fixture
+def no_home(monkeypatch, tmp_path):
+    """A user id without HOME and without an entry of passwd, as containers give."""
+
+    def unknown(_number):
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "EDGELLM_CACHE", "EDGELLM_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"edgellm-{os.getuid()}"
+
+
+def test_a_user_without_a_home_has_private_folders(no_home, monkeypatch):
+    assert cache_folder() == no_home / ".cache/edgellm"
+    assert home() == no_home / ".local/share/edgellm"
+    assert stat.S_IMODE(no_home.stat().st_mode) == 0o700
+    monkeypatch.setenv("EDGELLM_CACHE", "/given")
+    monkeypatch.setenv("EDGELLM_HOME", "/given too")
+    assert (cache_folder(), home()) == (Path("/given"), Path("/given too"))
+
+
+@pytest.mark.parametrize("taken", ["open", "link"])
+def test_a_folder_that_others_can_write_holds_no_caches(no_home, tmp_path, taken):
+    """It would hold kernels, which are loaded into the process."""
+    if taken == "open":
+        no_home.mkdir()
+        no_home.chmod(0o777)
+    else:
+        no_home.symlink_to(tmp_path)
+    with pytest.raises(EdgeLLMError, match="open to other users") as caught:
+        resources.private_folder()
+    assert "set HOME" in caught.value.hint
+
+
+def test_kernels_go_to_a_private_folder_if_the_home_cannot_be_written(no_home, monkeypatch):
+    asked = []
+
+    def refuse(_cxx, cache):
+        asked.append(cache)
+        if len(asked) == 1:
+            raise OSError(errno.EROFS, "Read-only file system", "/")
+        return cache / "kernels.so"
+
+    monkeypatch.setenv("HOME", "/read-only")
+    monkeypatch.setattr(library, "cached_library", refuse)
+    assert library._cached("g++") == no_home / ".cache/kernels.so"
+    assert asked == [Path("/read-only/.cache"), no_home / ".cache"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/given")
+    asked.clear()
+    with pytest.raises(OSError, match="Read-only"):
+        library._cached("g++")

@@ -80,20 +80,21 @@ def fingerprint(cxx: str, machine: str, flags: tuple[str, ...] = ()) -> str:
     return digest.hexdigest()[:16]
 
 
-def cached_library(cxx: str, machine: str = "") -> Path:
+def cached_library(cxx: str, machine: str = "", cache: Path | None = None) -> Path:
     """The library, compiled if it is not cached.
 
     Args:
         cxx: the compiler.
         machine: the processor that it compiles for; "": this one.
+        cache: the folder of caches; None: the user's.
 
     Raises:
         NoCompilerError: as `compile_library`.
         OSError: the cache's folder cannot be written.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edgellm", "kernels")
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     machine = machine or platform.machine()
-    target = root / fingerprint(cxx, machine) / LIBRARY
+    target = cache / "edgellm" / "kernels" / fingerprint(cxx, machine) / LIBRARY
     if not target.exists():
         compile_library(target, cxx, machine)
     return target

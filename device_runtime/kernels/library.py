@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.core.errors import EdgeLLMError
+from edgellm.core.resources import private_folder, user_folder
 from edgellm.device_runtime.kernels.compile import (
     LIBRARY,
     NoCompilerError,
@@ -41,7 +44,7 @@ def library_path() -> Path:
     if cxx is None:
         raise EdgeLLMError("there is no C++ compiler for edgellm's kernels", hint=_HINT)
     try:
-        return cached_library(cxx)
+        return _cached(cxx)
     except NoCompilerError as error:
         lines = str(error).splitlines() or ["it says nothing"]
         raise EdgeLLMError(f"{cxx} cannot compile the kernels: {lines[0]}", hint=_HINT) from None
@@ -50,6 +53,17 @@ def library_path() -> Path:
             f"the kernels cannot be written to {error.filename}: {error.strerror}",
             hint="set XDG_CACHE_HOME to a folder that can be written",
         ) from None
+
+
+def _cached(cxx: str) -> Path:
+    """The library in the user's cache, or in a private folder if the home cannot be written."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return cached_library(cxx, user_folder("XDG_CACHE_HOME", ".cache"))
+    except OSError as error:
+        if given or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return cached_library(cxx, private_folder() / ".cache")
 
 
 @cache

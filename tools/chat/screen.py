@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.core.commands.extras import require
 from edgellm.core.errors import EdgeLLMError
+from edgellm.core.resources import user_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -59,8 +59,8 @@ def _history(path: Path | None) -> History:
 
     from edgellm.core.artifact import check_output_file
 
-    place = path or _state_folder() / "chat_history"
     try:
+        place = path or _state_folder() / "chat_history"
         if path is None:
             place.parent.mkdir(parents=True, exist_ok=True)
         check_output_file(place)
@@ -73,5 +73,4 @@ def _history(path: Path | None) -> History:
 
 
 def _state_folder() -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "edgellm"
+    return user_folder("XDG_STATE_HOME", ".local", "state") / "edgellm"

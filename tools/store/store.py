@@ -28,6 +28,7 @@ from pathlib import Path
 from edgellm.core import file_lock
 from edgellm.core.artifact import defer_interrupt
 from edgellm.core.errors import EdgeLLMError
+from edgellm.core.resources import user_folder
 
 _RECORD, _USED = "model.json", "used"
 _FORMAT, _VERSION, FORMAT = "format", "edgellm", 1  # keys and number of the record's format
@@ -36,8 +37,9 @@ _KEY_DIGITS = 16
 
 def home() -> Path:
     """$EDGELLM_HOME, or edgellm's folder among the user's data."""
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(os.environ.get("EDGELLM_HOME") or Path(data) / "edgellm").expanduser().absolute()
+    given = os.environ.get("EDGELLM_HOME")
+    data = Path(given) if given else user_folder("XDG_DATA_HOME", ".local", "share") / "edgellm"
+    return data.expanduser().absolute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
