@@ -59,11 +59,11 @@ def _cached(cxx: str) -> Path:
     """The library in the user's cache, or in a private folder if the home cannot be written."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
-        return cached_library(cxx, user_folder("XDG_CACHE_HOME", ".cache"))
+        return cached_library(cxx, cache=user_folder("XDG_CACHE_HOME", ".cache"))
     except OSError as error:
         if given or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        return cached_library(cxx, private_folder() / ".cache")
+        return cached_library(cxx, cache=private_folder() / ".cache")
 
 
 @cache

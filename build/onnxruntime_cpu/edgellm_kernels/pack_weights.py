@@ -191,7 +191,9 @@ class _Stored:
             pairs, excess = found
             if (shift - excess) % 16 in (0, _SIGN):
                 words = words_of_pairs(pairs)
-                return (words ^ _SIGNS if (shift - excess) % 16 else words,)
+                if (shift - excess) % 16:
+                    words ^= _SIGNS
+                return (words,)
         codes = stored_array(stored).view(np.uint8)
         if shift:
             codes = codes + np.uint8(shift % 256)
