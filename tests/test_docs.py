@@ -40,7 +40,8 @@ def _typed(block: re.Match[str]) -> str:
     if block["kind"] != "console":
         return block["text"]
     lines = [line[2:] for line in block["text"].splitlines() if line.startswith("$ ")]
-    return "\n".join(line for line in lines if "--temprature" not in line)  # a wrong flag
+    right = [line for line in lines if "--temprature" not in line]  # a wrong flag
+    return "\n".join(line.partition(" > ")[0] for line in right)
 
 
 def _command_lines(text: str) -> list[list[str]]:
