@@ -41,11 +41,11 @@ def refuse_long(text: str, tokenizer: ChatTokenizer, engine: Engine) -> None:
     """Reject a prompt by its characters, since tokenizing megabytes takes seconds and gigabytes.
 
     Raises:
-        RequestError: the engine cannot take the prompt.
+        PromptLengthError: the engine cannot take the prompt.
     """
     longest = engine.max_input_len
     if len(text) > _LONG * longest and (least := tokenizer.num_tokens_at_least(text)) > longest:
-        raise RequestError(
+        raise PromptLengthError(
             f"the prompt has {len(text)} characters, which are more than {least} tokens; the "
             f"engine takes {longest}",
             hint="shorten it",
@@ -56,7 +56,7 @@ def fit(prompt_tokens: int, wanted_tokens: int, engine: Engine) -> tuple[int, li
     """Maximum new tokens after a prompt, and warnings.
 
     Raises:
-        RequestError: the engine cannot take the prompt.
+        PromptLengthError: the engine cannot take the prompt.
     """
     longest, capacity = engine.max_input_len, engine.max_kv_cache_capacity
     if prompt_tokens == 0:
