@@ -245,6 +245,8 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
         template, file = dict.fromkeys(more), str(Path(_DEFAULT_TEMPLATE).parent)
     if not isinstance(template, dict):
         return template
+    if not template:
+        raise TypeError("it is empty")
     if "default" not in template:
         raise UnsupportedModelError(
             f"{folder / file} names the chat templates {', '.join(sorted(template))}, and none of "
@@ -272,7 +274,8 @@ def _convert_slow(folder: Path) -> TokenizerFiles:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # noqa: BLE001 - of a damaged file it raises anything
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            if not found and "tokenizer_class" not in _tokenizer_config(folder):
+            has_class = "tokenizer_class" in _tokenizer_config(folder)
+            if not found and not has_class and _is_object(folder / "vocab.json"):
                 raise EdgeLLMError(
                     f"{folder} has vocab.json without tokenizer.json, and nothing says how the "
                     "tokenizer splits text",
@@ -290,6 +293,14 @@ def _convert_slow(folder: Path) -> TokenizerFiles:
                 hint=f"save it as {TOKENIZER} with transformers elsewhere, and copy that file",
             )
         return read_tokenizer(Path(converted))
+
+
+def _is_object(path: Path) -> bool:
+    """Whether a file holds a JSON object."""
+    try:
+        return isinstance(parse(path.read_text("utf-8")), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def _is_installed(name: str) -> bool:

@@ -221,7 +221,6 @@ def test_faults_in_tensors_are_rejected(export, draft, tensors, messages, tmp_pa
         ({"attention_bias": True}, ["no tensor midlayer.self_attn.q_proj.bias"]),
         ({"speculators_model_type": "eagle"}, ["speculators_model_type = 'eagle'"]),
         ({"architectures": 3, "transformer_layer_config": []}, ["should be dict, found []"]),
-        ({"num_hidden_layers": 2}, ["no tensor layers.1.input_layernorm.weight"]),
     ],
     ids=lambda value: value[0][:24] if isinstance(value, list) else "",
 )

@@ -33,6 +33,11 @@ LENGTHS = (
     "max_output_tokens",
     "sampling_param_max_tokens",
 )
+# By path: of a request without a length the output fills the KV cache
+DEFAULT_LENGTHS = {
+    "/v1/responses": "max_output_tokens",
+    "/v1/chat/completions": "max_tokens",
+}
 OF_TOOLS = ("tools.defer_loading", "tools.input_examples", "tools.allowed_callers")
 OF_OTHERS = (
     "keep_alive", "store", "strict", "context_management", "container", *OF_TOOLS, *LOADING,
@@ -47,8 +52,13 @@ def test_every_answer_is_documented(lettered_server, mode):
 
     def check(case):
         for name in LENGTHS if isinstance(case.body, dict) else ():
+            if name in case.body and case.body[name] is None:
+                del case.body[name]
             if isinstance(case.body.get(name), int):
                 case.body[name] = min(case.body[name], 8)  # seconds, not minutes
+        length = DEFAULT_LENGTHS.get(case.path)
+        if length and isinstance(case.body, dict) and not {*LENGTHS} & case.body.keys():
+            case.body[length] = 8
         if mode.is_positive:  # most would be refused for their model alone
             case.path_parameters = case.path_parameters and {"name": "tiny"}
             if isinstance(case.body, dict):
