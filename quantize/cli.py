@@ -62,7 +62,7 @@ NumSamples = Annotated[
         "--num_samples",
         min=1,
         help="Calibrate on this many samples. Default: 512 samples (AWQ 128); on a CPU 32 "
-        "(AWQ 8, gptq 48, without --algo 16).",
+        "(AWQ 8, gptq 48 or, as the default, 16).",
         rich_help_panel="Limits",
     ),
 ]
@@ -285,8 +285,8 @@ Algo = Annotated[
     typer.Option(
         "--algo",
         help="Choose the algorithm: awq, gptq, autoround or auto for int4_awq, gptq or max for "
-        "fp8 and nvfp4. Default: gptq with 16 samples (on a GPU 128); for mixtures of experts "
-        "the scheme's own.",
+        "fp8 and nvfp4. Default: gptq with 16 samples (on a GPU 128) for int4_awq and nvfp4; max "
+        "for fp8; for mixtures of experts awq or max.",
         rich_help_panel="Model",
     ),
 ]

@@ -125,11 +125,11 @@ def test_bytes_that_a_token_reads_are_those_of_the_engine(tmp_path, tied):
     assert found == pytest.approx(expected.estimate.decode_bytes, rel=0.05)
 
 
-def test_the_default_algorithm_is_gptq_with_few_samples(tmp_path):
+def test_the_default_algorithm_of_4_bits_is_gptq_with_few_samples(tmp_path):
     text = write_text(tmp_path / "text.jsonl")
     model = make_model(tmp_path / "model", "llama", num_hidden_layers=1)
     job = make_job(model, text, tmp_path / "out", "int4_awq", num_samples=None)
-    for scheme in ("int4_awq", "fp8", "nvfp4"):
+    for scheme in ("int4_awq", "nvfp4"):
         chosen = with_default(replace(job, quantization=scheme))
         assert (chosen.algo, chosen.num_samples) == ("gptq", 16)
     assert with_default(replace(job, num_samples=7)).num_samples == 7
@@ -137,6 +137,7 @@ def test_the_default_algorithm_is_gptq_with_few_samples(tmp_path):
     for other in (
         replace(job, algo="awq"),
         replace(job, quantization="int8_sq"),
+        replace(job, quantization="fp8"),
         replace(job, base_model_dir=str(model)),
         replace(job, model_dir=str(experts)),
     ):
