@@ -4,7 +4,7 @@
     python benchmarks/export.py export      # SmolLM2, an 8B shape, torch.onnx.export; 50 GB of disk
     python benchmarks/export.py quantize --shape 8b --layers 2
     python benchmarks/export.py build --shapes 1b 8b
-    python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, beside a copy
+    python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, and a copy
     python benchmarks/export.py sizes       # bundles and engines of GGUF files, by format
     python benchmarks/export.py tensorrt    # engines of TensorRT-RTX, without a GPU
 

@@ -38,7 +38,7 @@ class Sensor(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Counter:
-    """A RAPL zone, whose counter starts again at 0 behind `range_uj`."""
+    """A RAPL zone, whose counter wraps around after `range_uj`."""
 
     name: str
     file: Path

@@ -1,7 +1,7 @@
 """Builds the engines of `models.py` with the installed commands, and writes their outputs.
 
 python outputs.py BUNDLES ENGINES OUTPUTS [OTHERS] runs on both machines, so it needs an installed
-edgellm alone. Commands are those beside the interpreter. OTHERS are the engines of the other
+edgellm alone, whose commands lie in the folder of the interpreter. OTHERS are engines of the other
 machine: exact engines are also run on its weight files, since the sines and cosines of RoPE, which
 a build computes, may differ in a last bit.
 """

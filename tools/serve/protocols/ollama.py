@@ -77,7 +77,7 @@ class Options(_Sampling):
         return {"max_tokens": maximum, "stop": self.stop, **_FORM.given(self)}
 
     def ignored(self) -> list[str]:
-        """What was given and has no effect."""
+        """Names of given fields that have no effect."""
         return [name for name in LOADING if name in self.model_fields_set]
 
 
@@ -146,7 +146,7 @@ class _OllamaBody(Body):
     top_logprobs: Literal[0] | None = None
 
     def ignored(self) -> list[str]:
-        """What was given and has no effect."""
+        """Names of given fields that have no effect."""
         options = self.options.ignored() if self.options is not None else []
         return ["keep_alive"] * (self.keep_alive is not None) + options
 

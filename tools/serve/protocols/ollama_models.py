@@ -45,7 +45,7 @@ class _OllamaEmbedding(Body):
         return [EmbeddingJob(text, lora, truncates=self.truncate) for text in self.texts()]
 
     def ignored(self) -> list[str]:
-        """What was given and has no effect."""
+        """Names of given fields that have no effect."""
         options = self.options.ignored() if self.options is not None else []
         return ["keep_alive"] * (self.keep_alive is not None) + options
 

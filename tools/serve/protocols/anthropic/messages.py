@@ -270,7 +270,7 @@ class CountRequest(Body):
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def ignored(self) -> list[str]:
-        """What was given and has no effect."""
+        """Names of given fields that have no effect."""
         tools = [
             each
             for each in _TOOL_WITHOUT_EFFECT
