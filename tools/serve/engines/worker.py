@@ -250,6 +250,7 @@ class Worker:
                 self._record_step(job, one, answer)
                 job.notify(one.at, step)
             if answer.is_complete:
+                self._count_tokens(one, answer)  # an end token has no step of its own
                 finished = _figures(answer, job, began, one.first or time.monotonic())
                 self._metrics.finished(finished, time.monotonic() - job.arrived)
                 job.notify(one.at, finished)
