@@ -1,7 +1,7 @@
 """Time and memory of export, quantization and builds.
 
     pip install -e '.[dev]'
-    python benchmarks/export.py export      # SmolLM2, an 8B shape, torch.onnx.export; 50 GB of disk
+    python benchmarks/export.py export      # an 8B shape takes 50 GB of disk
     python benchmarks/export.py quantize --shape 8b --layers 2
     python benchmarks/export.py build --shapes 1b 8b
     python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, and a copy

@@ -1,6 +1,6 @@
 """Run all benchmarks, and write the tables of docs/benchmarks.md from results.json.
 
-    python benchmarks/run.py                   # hours; models of some take 50 GB of disk
+    python benchmarks/run.py                   # three hours, 20 GB of disk
     python benchmarks/run.py --only decode     # scripts by name
     python benchmarks/run.py --quick           # minutes: shows that all run, writes nothing
     python benchmarks/run.py --tables          # runs nothing, only writes the page
@@ -28,14 +28,22 @@ RUNS: dict[str, tuple[str, ...]] = {
     "prefill": ("tokens --rounds 3", "context --threads 1"),
     "peers": ("speed --prompts 8 --tokens 96",),
     "speculation": (
-        "speedup --methods plain eagle3 auto --prompts 5 --tokens 96 --table methods-precisions",
+        "speedup --methods plain eagle3 auto --prompts 5 --tokens 96"
+        " --table speculation-precisions",
         "speedup --prompts 10 --methods eagle3-fixed eagle3 eagle3+ngram --temperatures 0 1"
-        " --table methods-eagle3",
+        " --table speculation-eagle3",
         "stages --threads 1 --prompts 5 --methods plain eagle3",
         "precisions --prompts 6 --tokens 64 --sets humaneval",
     ),
     "quality": ("--off_grid --windows 2 --threads 1 --answers 10 --tokens 48",),
-    "export": ("export", "quantize", "build", "pack", "sizes", "tensorrt"),
+    "export": (
+        "export --layers 8",
+        "quantize --layers 6 --num_samples 16",
+        "build",
+        "pack --shapes 8b --layers 4",
+        "sizes",
+        "tensorrt",
+    ),
     "cold_start": ("",),
     "serving": (
         "overhead",

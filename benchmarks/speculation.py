@@ -172,7 +172,7 @@ def show_speedup(given: argparse.Namespace, report: Report) -> None:
                     print(f"{name}, {questions}: {differing} of {len(loaded)} outputs differ")
                 rows += _rows([name, f"{temperature:g}", questions], tallies)
     columns = ("engine", "T", "set", "method", "tokens/s", "speedup", "median of prompts")
-    report.add("methods", (*columns, "acceptance length", "verified nodes"), rows)
+    report.add("speculation-methods", (*columns, "acceptance length", "verified nodes"), rows)
 
 
 def _sets(given: argparse.Namespace) -> list[str]:
@@ -208,7 +208,7 @@ def show_stages(given: argparse.Namespace, report: Report) -> None:
                 total = _profile(llm, prompts.load(questions)[: given.prompts], given)
                 rows += _stages([method, questions], total)
     columns = ("method", "set", "part of a round", "mean, ms", "median, ms")
-    report.add("methods-stages", columns, rows)
+    report.add("speculation-stages", columns, rows)
 
 
 def _profile(llm: LLM, questions: list[str], given: argparse.Namespace) -> Profile:
