@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from answer_cuts import require_read
 from hypothesis import given
@@ -10,15 +12,18 @@ from hypothesis import strategies as st
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.tool_calls.formats.command import CommandParser
 from edgellm.tools.serve.tool_calls.formats.gemma import GemmaParser
+from edgellm.tools.serve.tool_calls.formats.gemma4 import Gemma4Parser
 from edgellm.tools.serve.tool_calls.formats.glm4 import Glm4Parser
 from edgellm.tools.serve.tool_calls.formats.glm45 import Glm45Parser
 from edgellm.tools.serve.tool_calls.formats.granite import GraniteParser
 from edgellm.tools.serve.tool_calls.formats.harmony import HarmonyParser
 from edgellm.tools.serve.tool_calls.formats.hermes import HermesParser
 from edgellm.tools.serve.tool_calls.formats.hunyuan import HunyuanParser
+from edgellm.tools.serve.tool_calls.formats.lfm2 import Lfm2Parser
 from edgellm.tools.serve.tool_calls.formats.ministral import MinistralParser
 from edgellm.tools.serve.tool_calls.formats.olmo3 import Olmo3Parser
 from edgellm.tools.serve.tool_calls.formats.phi4 import Phi4Parser
+from edgellm.tools.serve.tool_calls.formats.qwen3_coder import Qwen3CoderParser
 from edgellm.tools.serve.tool_calls.parser import Call, ReasoningText
 
 TOOLS = {
@@ -40,6 +45,24 @@ GLM_A = (
     "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value>"
     "<arg_key>b</arg_key><arg_value>[2]</arg_value></tool_call>"
 )
+
+
+def _qwen(name, **arguments):
+    """A call of Qwen3-Coder."""
+    pairs = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(pairs)}</function>\n</tool_call>"
+
+
+QWEN_W, QWEN_A = _qwen("weather", city="Köln"), _qwen("add", a="1", b="[2]")
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+
+
+def _gemma(*calls):
+    """Calls of Gemma 4."""
+    return "".join(f"<|tool_call>call:{call}<tool_call|>" for call in calls)
+
+
+GEMMA_W, GEMMA_A = 'weather{city:<|"|>Köln<|"|>}', "add{a:1,b:[2]}"
 CODE, OLMO, OLMO_END = "```tool_code\n", "<function_calls>\n", "\n</function_calls>"
 
 
@@ -96,6 +119,52 @@ CASES = {
         **_same(
             GLM_W.replace("weather", "unknown"), "<tool_call>now<arg_key>x</arg_key></tool_call>",
             GLM_W.replace("</arg_value>", ""),
+        ),
+    },
+    Qwen3CoderParser: {
+        QWEN_W: [WEATHER],
+        f"I look.{QWEN_W}\n{QWEN_A}\n": ["I look.", WEATHER, ADD],
+        f"{QWEN_A} Wait.": [ADD, "Wait."],
+        _qwen("now"): [Call("now", "{}")],
+        _qwen("now", x="1"): [Call("now", '{"x": "1"}')],  # no schema: a string
+        QWEN_W.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"): [WEATHER],
+        QWEN_W.removesuffix("</function>\n</tool_call>"): [WEATHER],
+        QWEN_W.replace("\n", ""): [WEATHER],
+        QWEN_W.replace("</function>\n", f"</function>\n{QWEN_A[12:-13]}"): [WEATHER, ADD],
+        f"<tool_call>\n{W}\n</tool_call>": [WEATHER],
+        _qwen("weather", city="\n a\n\n"): [Call("weather", '{"city": "\\n a\\n\\n"}')],
+        _qwen("weather", city='"</b>" </parameter> x </function></tool_call> {'): [
+            Call("weather", json.dumps({"city": '"</b>" </parameter> x </function></tool_call> {'}))
+        ],
+        _qwen("add", a="1\n<parameter=b>\n[2]"): [ADD],  # a closing tag is missing
+        **_same(
+            QWEN_W.replace("weather", "unknown"), "<tool_call>x</tool_call> y", "<tool",
+            "<function", "<tool_call>\n<function=weather>", "x <function=a b>",
+        ),
+    },
+    Lfm2Parser: {
+        f"{LFM}[weather(city='Köln'), add(a=1, b=[2])]{LFM_END}": [WEATHER, ADD],
+        f"So: {LFM} [weather(city=\"Köln\")]{LFM_END}\nI look.": ["So: ", WEATHER, "I look."],
+        f"{LFM}[{W}, {A}]{LFM_END}": [WEATHER, ADD],
+        f"{LFM}weather(city='a]b'){LFM_END}": [Call("weather", '{"city": "a]b"}')],
+        **_same(
+            f"{LFM}[]{LFM_END}", f"{LFM}[unknown()]{LFM_END}", f"{LFM}[weather(city='a", "<|tool"
+        ),
+    },
+    Gemma4Parser: {
+        _gemma(GEMMA_W): [WEATHER],
+        f"I look. {_gemma(GEMMA_W, GEMMA_A)}": ["I look. ", WEATHER, ADD],
+        _gemma("now{}"): [Call("now", "{}")],
+        _gemma('now{a: {<|"|>3<|"|>:[true, null,3.5],b:{}}, c:[], d:<|"|>,]}<|"|>}'): [
+            Call("now", '{"a": {"3": [true, null, 3.5], "b": {}}, "c": [], "d": ",]}"}')
+        ],
+        _gemma('weather{city:<|"|>a<tool_call|>b<|"|>}'): [
+            Call("weather", '{"city": "a<tool_call|>b"}')
+        ],
+        f"<|tool_call>{W}<tool_call|>": [WEATHER],
+        **_same(
+            _gemma("unknown{}"), _gemma("now{a}"), _gemma("now"), _gemma(f"now{'{a:' * 500}"),
+            _gemma(f"now{{a:{'[' * 500}"), _gemma("now{[}"), _gemma(GEMMA_W)[:-2],
         ),
     },
     Glm4Parser: {
@@ -179,6 +248,9 @@ TEMPLATES = {
     HunyuanParser: '{% if tools %}<tool_calls>[{"name": n, "arguments": a}]</tool_calls>',
     CommandParser: "{% if tools %}<|START_ACTION|>",
     MinistralParser: "[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}",
+    Qwen3CoderParser: "{% if tools %}<tool_call>\n<function=f>\n<parameter=p>\nvalue",
+    Lfm2Parser: "List of tools: {{ tools }}<|im_start|>{{ message.role }}",
+    Gemma4Parser: '<|turn>{{ tools }}<|tool_call>call:<|"|>',
     Glm45Parser: "[gMASK]{% if tools %}<tool_call>{name}\n<arg_key><|observation|>",
     Glm4Parser: "[gMASK]<sop>{% if tools %}{% endif %}<|observation|>",
     Olmo3Parser: "<functions>{{ message['functions'] }}</functions><function_calls>",

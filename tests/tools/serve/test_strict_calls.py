@@ -37,9 +37,23 @@ def guided(tmp_path_factory):
 
 
 def _texts(form, *calls):
-    return form.between.join(
-        form.before.replace("NAME", name) + arguments + form.after for name, arguments in calls
-    ).join((form.opening, form.closing))
+    return form.between.join(_text(form, *call) for call in calls).join(
+        (form.opening, form.closing)
+    )
+
+
+def _text(form, name, arguments):
+    """A call in the format of the family: JSON, or arguments one by one."""
+    if (one := form.parameters) is None:
+        return form.before.replace("NAME", name) + arguments + form.after
+    values = [
+        one.opening.replace("KEY", key)
+        + (value if isinstance(value, str) else json.dumps(value))
+        + one.closing
+        + one.between
+        for key, value in json.loads(arguments).items()
+    ]
+    return one.before.replace("NAME", name) + "".join(values) + one.after
 
 
 def _guide(parser):
@@ -50,7 +64,8 @@ def _guide(parser):
 @pytest.mark.parametrize("parser", TAGGED)
 def test_text_is_free_and_calls_have_the_form_of_their_schema(guided, parser):
     form, guide = parser.form, _guide(parser)
-    right = ("weather", '{"city": "Bonn"}'), ("free", '{"x": [1, "a"]}')
+    free = '{"x": [1, "a"]}' if form.parameters is None else '{"x": "1", "y": "<b>\\n"}'
+    right = ("weather", '{"city": "Bonn"}'), ("free", free)
     for text in ("", "Well.", f"Well, {form.tag[:-1]}", "I look.\n" + _texts(form, *right)):
         assert guided.takes(guide, text), text
     read = tool_calls.reader(parser, SCHEMAS)

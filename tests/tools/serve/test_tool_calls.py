@@ -122,6 +122,13 @@ HALVES = {
         "So: ",
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Köln</arg_value>\n</tool_call>",
     ),
+    "Qwen3CoderParser": (
+        "So: ",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</function>\n"
+        "</tool_call>",
+    ),
+    "Gemma4Parser": ("So: ", '<|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|>'),
+    "Lfm2Parser": ("So: ", "<|tool_call_start|>[weather(city='Köln')]<|tool_call_end|>"),
     "Glm4Parser": ("Let me see.\n", 'weather\n{"city": "Köln"}'),
     "Olmo3Parser": ("So: ", "<function_calls>\nweather(city='Köln')\n</function_calls>"),
     "GemmaParser": ("So: ", '```tool_code\nweather(city="Köln")\n```'),

@@ -11,6 +11,7 @@ from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.closed_schema import closed
 from edgellm.device_runtime.sampling.free_text import TEXT, expression, up_to
 from edgellm.device_runtime.sampling.guidance import JSON_FORM
+from edgellm.tools.serve.tool_calls.parameter_rules import ParameterForm, parameter_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class CallForm:
     closing: str = ""  # end of the output
     marks: tuple[str, ...] = ()  # parts of these texts that may be special tokens
     tag: str = ""  # begins each block of calls, and nothing else; empty: the format has none
+    parameters: ParameterForm | None = None  # of calls whose schema it can keep; None: JSON
 
     @classmethod
     def json_list(cls, opening: str, closing: str) -> CallForm:
@@ -39,6 +41,14 @@ class CallForm:
             marks=marks,
             tag=opening,
         )
+
+    def inside_tag(self) -> CallForm:
+        """The form of one call whose tag is written."""
+        parameters = self.parameters
+        if parameters is not None:
+            parameters = replace(parameters, before=parameters.before.removeprefix(self.tag))
+        before = self.before.removeprefix(self.tag)
+        return replace(self, before=before, between=None, parameters=parameters)
 
 
 def forced_calls(
@@ -60,7 +70,7 @@ def forced_calls(
         RequestError: the arguments of a function are not an object.
     """
     opening, closing = (expression(text, marks) for text in (form.opening, form.closing))
-    lines = [f"start: {opening} calls {closing}"]
+    lines = [f"start: {opening} calls {closing}", TEXT]
     return "\n".join(lines + _calls(form, schemas, marks, several=several))
 
 
@@ -85,7 +95,7 @@ def calls_in_text(
     others = [f"TEXT <[{token_id}]>" for token_id in sorted({*other_marks})]
     block = form.opening.removeprefix(form.tag)
     if not form.opening:  # each call has its own tag
-        form = replace(form, before=form.before.removeprefix(form.tag), between=None)
+        form = form.inside_tag()
     parts = [expression(text, marks) for text in (block, form.closing)]
     lines = [
         f"start: ({' | '.join(['block', *others])})* TEXT",
@@ -111,18 +121,25 @@ def _calls(
         f"calls: call{more}",
         "call: " + " | ".join(f"call_{index}" for index in range(len(schemas))),
     ]
-    after = expression(form.after, marks)
     for index, (name, schema) in enumerate(schemas.items()):
-        before = expression(form.before.replace("NAME", name), marks)
-        lines.append(f"call_{index}: {before} arguments_{index} {after}")
-        lines.append(f"arguments_{index}: %json {json.dumps(_arguments(name, schema))}")
+        rule, whole = f"arguments_{index}", _arguments(name, schema)
+        inner = None
+        if form.parameters is not None and not any(character in name for character in "<>\n"):
+            inner = parameter_rules(form.parameters, rule, whole, marks)
+        if form.parameters is None or inner is None:
+            before, after = form.before, form.after
+            inner = [f"{rule}: %json {json.dumps(closed(whole) | {'x-guidance': JSON_FORM})}"]
+        else:
+            before, after = form.parameters.before, form.parameters.after
+        texts = [expression(text.replace("NAME", name), marks) for text in (before, after)]
+        lines += [f"call_{index}: {texts[0]} {rule} {texts[1]}", *inner]
     return lines
 
 
 def _arguments(name: str, schema: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of the arguments, closed: no additional properties by default."""
+    """The schema of the arguments, an object."""
     if not schema:
         schema = {"properties": {}}
     if schema.get("type", "object") != "object":
         raise RequestError(f"tools: the parameters of {name} must be an object")
-    return {**closed({"type": "object", **schema}), "x-guidance": JSON_FORM}
+    return {"type": "object", **schema}
