@@ -39,7 +39,8 @@ BY_POSITION = {
     "device_runtime/api/llm.py: LLM",  # takes its folder as vllm.LLM takes its model
 }
 KERNELS = "device_runtime/kernels/triton/"  # a kernel takes addresses and sizes, no objects
-CROWDED = {"export/models"}  # one file for each architecture: users look for a `model_type` there
+# One file for each architecture, and for each family's format of tool calls.
+CROWDED = {"export/models", "tools/serve/tool_calls/formats"}
 
 
 def _faults(path: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from answer_cuts import require_read
+from answer_cuts import joined, require_read
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -267,16 +267,20 @@ def test_families_are_known_by_their_templates(kind):
     assert tool_calls.find("<start_of_turn>{{ tools }}<start_function_call>") is None
 
 
+TAGS = ["<function=weather>", "<parameter=city>", "</parameter>", "</function>"]
 _MARKS = sorted({mark for kind in CASES for mark in (*kind.shown, *getattr(kind, "openings", ()))})
 
 
 @given(
-    st.lists(st.sampled_from([*_MARKS, W, R7B[0], "now", "now()", "{", "}", "[", "\n", " ", "<"]))
+    st.lists(
+        st.sampled_from([*_MARKS, *TAGS, W, R7B[0], "now", "now()", "{", "}", "[", "\n", " ", "<"])
+    )
 )
 def test_no_text_is_lost_or_breaks_a_parser(pieces):
     text = "".join(pieces)
     for kind in CASES:
         reader = tool_calls.reader(kind, TOOLS)
         found = [item for piece in pieces for item in reader.push(piece)] + reader.finish()
+        joined(found)
         if kind is not HarmonyParser and all(isinstance(item, str) for item in found):
             assert "".join(found) == text

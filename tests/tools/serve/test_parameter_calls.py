@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
+import anthropic
+import openai
 import pytest
+from answer_cuts import joined
 from guided_texts import Guided
 from hypothesis import given
 from hypothesis import strategies as st
+from lettered_engine import with_letters
+from serve_process import serving
 
 from edgellm.device_runtime.sampling.params import Guide
 from edgellm.tools.serve import tool_calls
@@ -15,6 +21,7 @@ from edgellm.tools.serve.tool_calls.formats.glm45 import Glm45Parser
 from edgellm.tools.serve.tool_calls.formats.qwen3_coder import Qwen3CoderParser
 from edgellm.tools.serve.tool_calls.grammar import forced_calls
 from edgellm.tools.serve.tool_calls.parameter_rules import parameter_rules
+from edgellm.tools.serve.tool_calls.parser import CallPart
 from edgellm.tools.serve.tool_calls.typed_values import value_of
 
 FORMS = {"qwen": Qwen3CoderParser, "glm": Glm45Parser}
@@ -106,7 +113,9 @@ def test_what_templates_write_is_let_through_and_read_back(guided, family, data)
     grammar = forced_calls(kind.form, {"f": schema}, marks={}, several=False)
     assert guided.takes(Guide("lark", grammar), text)
     reader = tool_calls.reader(kind, {"f": schema})
-    (call,) = [*reader.push(text), *reader.finish()]
+    places = [0, *sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9))), len(text)]
+    items = [item for at in pairwise(places) for item in reader.push(text[slice(*at)])]
+    (call,) = joined([*items, *reader.finish()])
     assert (call.name, json.loads(call.arguments)) == ("f", arguments)
 
 
@@ -154,3 +163,88 @@ def test_a_pattern_is_kept_in_json(guided):
     whole = form.before.replace("NAME", "f") + '{"a": "%s"}' + form.after
     assert guided.takes(guide, whole % "xx")
     assert not guided.takes(guide, whole % "y")
+
+
+def test_arguments_grow_while_they_are_written():
+    schema = {"properties": {"n": INTEGER, "text": TEXT}}
+    text = _written(Qwen3CoderParser, "f", {"n": 5, "text": "a line\nand </b> more"})
+    reader = tool_calls.reader(Qwen3CoderParser, {"f": schema})
+    items = [item for letter in text for item in reader.push(letter)]
+    parts = [item.arguments for item in items if isinstance(item, CallPart)]
+    assert parts[:3] == ['{"n": ', "5", ', "text": "a']
+    assert len(parts) > 15
+    assert "".join(parts) == items[-1].arguments
+
+
+# As Qwen3.5's, but that it does not show the tools: a letter is a token here.
+TAGGED = (
+    "{%- if tools %}<tool_call><function=name><parameter=key>{%- endif %}"
+    "{%- for m in messages %} {{ m.role }}: {{ m.content }}{%- endfor %}"
+)
+TURNS = [{"role": "user", "content": "Hi"}]
+SHORT = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+    "required": ["city", "days"],
+}
+ASK = {"model": "tiny", "max_tokens": 300}
+ONE = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def server(roomy_engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tagged") / "engine"
+    engine = with_letters(roomy_engine, folder, chat_template=TAGGED)
+    with serving(engine, "--modelName", "tiny") as process:
+        yield process
+
+
+def _chat(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": SHORT}}
+    ask = {**ASK, "messages": TURNS, "tools": [tool], "tool_choice": ONE, "temperature": 0}
+    whole = client.chat.completions.create(**ask).choices[0].message.tool_calls
+    chunks = list(client.chat.completions.create(**ask, stream=True))
+    deltas = [call for one in chunks for call in one.choices[0].delta.tool_calls or ()]
+    assert {call.index for call in deltas} == {*range(len(whole))}
+    assert [bool(call.id) for call in deltas].count(True) == len(whole)
+    texts = [(call.index, call.function.arguments) for call in deltas]
+    written = ["".join(text for at, text in texts if at == index) for index in range(len(whole))]
+    return [call.function.arguments for call in whole], written, len(deltas)
+
+
+def _responses(client):
+    tool = {"type": "function", "name": "f", "parameters": SHORT}
+    ask = {"model": "tiny", "max_output_tokens": 300, "input": "Hi", "temperature": 0}
+    ask |= {"tools": [tool], "tool_choice": {"type": "function", "name": "f"}}
+    whole = [one.arguments for one in client.responses.create(**ask).output]
+    events = list(client.responses.create(**ask, stream=True))
+    deltas = [e for e in events if e.type == "response.function_call_arguments.delta"]
+    written = ["".join(e.delta for e in deltas if e.output_index == at) for at in range(len(whole))]
+    assert [one.arguments for one in events[-1].response.output] == whole
+    return whole, written, len(deltas)
+
+
+def _messages(client):
+    tool = {"name": "f", "input_schema": SHORT}
+    ask = {**ASK, "messages": TURNS, "tools": [tool], "tool_choice": {"type": "tool", "name": "f"}}
+    ask |= {"extra_body": {"temperature": 0}}
+    whole = [one.input for one in client.messages.create(**ask).content]
+    with client.messages.stream(**ask) as stream:
+        events = list(stream)
+        assert [one.input for one in stream.get_final_message().content] == whole
+    deltas = [e for e in events if e.type == "input_json"]
+    written = [e.content_block.input for e in events if e.type == "content_block_stop"]
+    return [*map(json.dumps, whole)], [*map(json.dumps, written)], len(deltas)
+
+
+@pytest.mark.parametrize("protocol", [_chat, _responses, _messages])
+def test_clients_join_the_arguments_of_a_stream(server, protocol):
+    if protocol is _messages:
+        client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    else:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    whole, written, deltas = protocol(client)
+    assert whole
+    assert written == whole
+    assert all(json.loads(arguments)["city"] in ("Bonn", "Oslo") for arguments in whole)
+    assert deltas > 4

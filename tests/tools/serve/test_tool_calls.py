@@ -147,7 +147,8 @@ def test_half_a_call_at_the_maximum_length_is_no_text(kind):
     for size in range(2, len(call) + 1):
         reader = tool_calls.reader(kind, TOOLS)
         items = [*reader.push(before + call[:size]), *reader.finish(is_cut=True)]
-        assert [item for item in joined(items) if item != WEATHER] == [text] * bool(text), size
+        items = joined(items, is_cut=True)
+        assert [item for item in items if item != WEATHER] == [text] * bool(text), size
     assert WEATHER in items
 
 

@@ -12,14 +12,14 @@ from pydantic import Field
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
+from edgellm.tools.serve.output.chat_output import CallDelta, ChatOutput, OutputItem, call_id
 from edgellm.tools.serve.output.streams import LINES, OneText
 from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.sampling import AnySeed, SamplingForm, Temperature
 from edgellm.tools.serve.schemas.tools import Tool
-from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
+from edgellm.tools.serve.tool_calls.parser import Call, ReasoningText
 
 _Fields = dict[str, Any]
 _PER_MS = 1_000_000
@@ -265,13 +265,14 @@ class OllamaWriter(OneText):
             found["tool_calls"] = self._calls
         return self._line(found, done=True) | _figures(figures)
 
-    def _rest(self, figures: Finished) -> list[Item]:
+    def _rest(self, figures: Finished) -> list[OutputItem]:
         return [] if self._answer is None else self._answer.finish(is_cut=figures.is_cut)
 
-    def _added(self, items: Sequence[Item]) -> _Fields:
+    def _added(self, items: Sequence[OutputItem]) -> _Fields:
         thought = "".join(item.text for item in items if isinstance(item, ReasoningText))
         text = "".join(item for item in items if isinstance(item, str))
-        calls = [_call(item) for item in items if isinstance(item, Call)]
+        whole = [item.whole for item in items if isinstance(item, CallDelta)]
+        calls = [_call(call) for call in whole if call is not None]
         self._thinking, self._text = self._thinking + thought, self._text + text
         self._calls += calls
         found: _Fields = {"content": text}

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from edgellm.tools.serve.output.chat_output import CallDelta, OutputItem
 from edgellm.tools.serve.output.streams import OneText
-from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
+from edgellm.tools.serve.tool_calls.parser import ReasoningText
 
 
 class PartWriter(OneText, ABC):
@@ -16,11 +17,11 @@ class PartWriter(OneText, ABC):
     thought_kind: ClassVar[str]  # kind of a reasoning part
     text_kind: ClassVar[str]
 
-    def _added(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+    def _added(self, items: Sequence[OutputItem]) -> list[dict[str, Any]]:
         """The events of items."""
         found: list[dict[str, Any]] = []
         for item in items:
-            if isinstance(item, Call):
+            if isinstance(item, CallDelta):
                 found += self._call(item)
             elif isinstance(item, ReasoningText):
                 found += self._text(self.thought_kind, item.text)
@@ -29,7 +30,7 @@ class PartWriter(OneText, ABC):
         return found
 
     @abstractmethod
-    def _call(self, call: Call) -> list[dict[str, Any]]: ...
+    def _call(self, call: CallDelta) -> list[dict[str, Any]]: ...
 
     @abstractmethod
     def _text(self, kind: str, text: str) -> list[dict[str, Any]]: ...

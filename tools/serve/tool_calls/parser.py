@@ -34,13 +34,21 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPart:
+    """More of the arguments of a call whose `Call` follows, unless `max_tokens` cuts it."""
+
+    name: str
+    arguments: str  # JSON that continues that of earlier parts
+
+
+@dataclass(frozen=True, slots=True)
 class ReasoningText:
     """A part of the model's reasoning."""
 
     text: str
 
 
-Item = str | Call | ReasoningText
+Item = str | Call | CallPart | ReasoningText
 
 
 def longest_begun(text: str, marks: Iterable[str]) -> int:

@@ -9,11 +9,10 @@ from typing import Any
 
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.events import Finished, Started
-from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
+from edgellm.tools.serve.output.chat_output import CallDelta, ChatOutput
 from edgellm.tools.serve.output.streams import NAMED_EVENTS
 from edgellm.tools.serve.output.usage import timing
 from edgellm.tools.serve.protocols.output_parts import PartWriter
-from edgellm.tools.serve.tool_calls.parser import Call
 
 _Event = dict[str, Any]
 _TEXTS = {"thinking": ("thinking", "thinking_delta"), "text": ("text", "text_delta")}
@@ -52,6 +51,8 @@ class MessagesWriter(PartWriter):
     def whole(self, figures: Finished) -> _Event:
         """The whole message."""
         self._added(self._answer.finish(is_cut=figures.is_cut))
+        if self._is_open and self._blocks[-1]["type"] == "tool_use":
+            self._blocks.pop()  # `max_tokens` cut it
         reason = self._reason(figures)
         message = self._message(self._blocks, reason, figures.stop_string, _usage(figures))
         return message | {"metrics": timing(figures)}
@@ -90,13 +91,19 @@ class MessagesWriter(PartWriter):
         self._blocks[-1][name] += text
         return [*found, self._delta({"type": delta, name: text})]
 
-    def _call(self, call: Call) -> list[_Event]:
-        self._space = ""
-        block = {"type": "tool_use", "id": call_id(), "name": call.name}
-        found = [*self._closed(), self._opened(block | {"input": {}})]
-        self._blocks[-1]["input"] = json.loads(call.arguments)
-        delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        return [*found, self._delta(delta), *self._closed()]
+    def _call(self, call: CallDelta) -> list[_Event]:
+        found: list[_Event] = []
+        if call.is_first:
+            self._space = ""
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            found = [*self._closed(), self._opened(block)]
+        if call.arguments:
+            delta = {"type": "input_json_delta", "partial_json": call.arguments}
+            found.append(self._delta(delta))
+        if call.whole is not None:
+            self._blocks[-1]["input"] = json.loads(call.whole.arguments)
+            found += self._closed()
+        return found
 
     def _opened(self, block: _Event) -> _Event:
         self._blocks.append(dict(block))

@@ -21,7 +21,7 @@ from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.http.image_source import image_source
-from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
+from edgellm.tools.serve.output.chat_output import CallDelta, ChatOutput, OutputItem
 from edgellm.tools.serve.output.streams import EVENTS
 from edgellm.tools.serve.output.token_origins import draft_tree, origins
 from edgellm.tools.serve.output.usage import timing, together, usage
@@ -37,7 +37,7 @@ from edgellm.tools.serve.schemas.openai import (
     VideoUrlPart,
 )
 from edgellm.tools.serve.settings import ImageRules
-from edgellm.tools.serve.tool_calls.parser import Call, Item, ReasoningText
+from edgellm.tools.serve.tool_calls.parser import ReasoningText
 
 _Event = dict[str, Any]
 _END_CHARACTERS = 100  # of a prompt; longer than any tag and its white space
@@ -294,10 +294,7 @@ class ChatWriter:
         if choice.answer.reasoning:
             message |= _reasoned(choice.answer.reasoning)
         if choice.calls:
-            message["tool_calls"] = [
-                {name: value for name, value in call.items() if name != "index"}
-                for call in choice.calls
-            ]
+            message["tool_calls"] = [*choice.calls]
         else:
             message["content"] = content
         return {
@@ -316,26 +313,25 @@ class ChatWriter:
         calls = self._now.calls and not figures.is_cut
         return "tool_calls" if calls else figures.finish_reason
 
-    def _delta(self, added: Sequence[Item]) -> _Event:
+    def _delta(self, added: Sequence[OutputItem]) -> _Event:
         delta: _Event = {}
         if thought := "".join(item.text for item in added if isinstance(item, ReasoningText)):
             delta |= _reasoned(thought)
         if text := "".join(item for item in added if isinstance(item, str)):
             delta["content"] = text
-        if calls := [item for item in added if isinstance(item, Call)]:
+        if calls := [item for item in added if isinstance(item, CallDelta)]:
             delta["tool_calls"] = [self._call(call) for call in calls]
         return delta
 
-    def _call(self, call: Call) -> _Event:
-        function = {"name": call.name, "arguments": call.arguments}
-        found = {
-            "index": len(self._now.calls),
-            "id": call_id(),
-            "type": "function",
-            "function": function,
-        }
-        self._now.calls.append(found)
-        return found
+    def _call(self, call: CallDelta) -> _Event:
+        place = {"index": len(self._now.calls)}
+        head = {"id": call.id, "type": "function"}
+        if call.whole is not None:
+            whole = {"name": call.name, "arguments": call.whole.arguments}
+            self._now.calls.append({**head, "function": whole})
+        if not call.is_first:
+            return {**place, "function": {"arguments": call.arguments}}
+        return {**place, **head, "function": {"name": call.name, "arguments": call.arguments}}
 
     def _chunk(
         self, delta: _Event, *, logprobs: _Event | None = None, reason: str | None = None

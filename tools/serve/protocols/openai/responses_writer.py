@@ -10,12 +10,11 @@ from typing import Any
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.engines.events import Finished, Started
-from edgellm.tools.serve.output.chat_output import ChatOutput, call_id
+from edgellm.tools.serve.output.chat_output import CallDelta, ChatOutput
 from edgellm.tools.serve.output.streams import NAMED_EVENTS
 from edgellm.tools.serve.output.usage import timing, usage
 from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
 from edgellm.tools.serve.protocols.output_parts import PartWriter
-from edgellm.tools.serve.tool_calls.parser import Call
 
 _Event = dict[str, Any]
 
@@ -54,6 +53,7 @@ class _Output:
 
     done: list[_Event] = field(default_factory=list)
     open: _Text | None = None
+    call: _Event = field(default_factory=dict)  # the latest one, as it began
 
 
 class ResponsesWriter(PartWriter):
@@ -149,25 +149,29 @@ class ResponsesWriter(PartWriter):
         logprobs = {"logprobs": []} if kind == "message" else {}
         return [*found, self._part_event(f"{current.name}.delta", delta=text, **logprobs)]
 
-    def _call(self, call: Call) -> list[_Event]:
-        found = self._closed("completed")
-        item = {
-            "type": "function_call",
-            "id": f"fc_{uuid.uuid4().hex}",
-            "call_id": call_id(),
-            "name": call.name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        place = {"item_id": item["id"], "output_index": len(self._output.done)}
-        found.append(self._item_event("added", item))
+    def _call(self, call: CallDelta) -> list[_Event]:
+        found, output = [], self._output
+        if call.is_first:
+            found = self._closed("completed")
+            output.call = {
+                "type": "function_call",
+                "id": f"fc_{uuid.uuid4().hex}",
+                "call_id": call.id,
+                "name": call.name,
+                "arguments": "",
+                "status": "in_progress",
+            }
+            found.append(self._item_event("added", output.call))
+        place = {"item_id": output.call["id"], "output_index": len(output.done)}
         name = "response.function_call_arguments"
-        found.append(self._event(f"{name}.delta", **place, delta=call.arguments))
-        done = {"name": call.name, "arguments": call.arguments}
-        found.append(self._event(f"{name}.done", **place, **done))
-        item = {**item, "arguments": call.arguments, "status": "completed"}
-        found.append(self._item_event("done", item))
-        self._output.done.append(item)
+        if call.arguments:
+            found.append(self._event(f"{name}.delta", **place, delta=call.arguments))
+        if call.whole is not None:
+            whole = {"name": call.name, "arguments": call.whole.arguments}
+            found.append(self._event(f"{name}.done", **place, **whole))
+            item = {**output.call, **whole, "status": "completed"}
+            found.append(self._item_event("done", item))
+            output.done.append(item)
         return found
 
     def _closed(self, status: str) -> list[_Event]:
