@@ -1,6 +1,6 @@
 """M-RoPE positions on three axes (time, row, column).
 
-The rule is that of Qwen2-VL (arXiv 2409.12191, section 2.1), also of Qwen2.5-VL and Qwen3-VL. Text
+The rule is that of Qwen2-VL (arXiv 2409.12191, section 2.1), also of Qwen2.5-VL to Qwen3.5. Text
 tokens have equal positions on all axes. An image has one time, and rows and columns from its start.
 The next token follows the image's longer side.
 """

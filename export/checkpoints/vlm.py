@@ -36,11 +36,13 @@ _FAMILIES = {
     "qwen2_vl": _Family("qwen2", _QWEN_KEYS),
     "qwen2_5_vl": _Family("qwen2", _QWEN_KEYS),
     "qwen3_vl": _Family("qwen3", interleaves_axes=True),
+    "qwen3_5": _Family(interleaves_axes=True),
+    "qwen3_5_moe": _Family(interleaves_axes=True),
     "internvl": _Family(),
     "idefics3": _Family(),
     "smolvlm": _Family(),
 }
-_TEXT_ONLY = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")  # whose encoders are not supported
+_TEXT_ONLY = ("gemma3", "mistral3")  # whose encoders are not supported
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _BACKBONE = "backbone."  # of Nemotron-H
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
@@ -57,7 +59,8 @@ _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", 
 
 def is_vlm(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a visual encoder."""
-    return checkpoint.config.get("model_type") in _FAMILIES
+    config = checkpoint.config
+    return config.get("model_type") in _FAMILIES and "vision_config" in config
 
 
 def supported() -> list[str]:
@@ -89,7 +92,7 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     Raises:
         UnsupportedModelError: the whole checkpoint's config lacks keys.
     """
-    if not is_vlm(checkpoint) and checkpoint.config.get("model_type") not in _TEXT_ONLY:
+    if checkpoint.config.get("model_type") not in (*_FAMILIES, *_TEXT_ONLY):
         return _plain(checkpoint)
     config, infos = checkpoint.config, checkpoint.tensors.infos()
     reader = ConfigReader(config)
@@ -111,11 +114,14 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         tensors=Renamed(checkpoint.tensors, names),
         quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
     )
+    if images is None:
+        tower = _on_one_axis(tower)
     return TextTower(checkpoint=tower, images=images, prefix=prefix, head_prefix=head)
 
 
 def _plain(checkpoint: Checkpoint) -> TextTower:
     """A text-only checkpoint, whose tensors may have other prefixes."""
+    checkpoint = _on_one_axis(checkpoint)
     infos = checkpoint.tensors.infos()
     if any(name.startswith(_BACKBONE) for name in infos):
         prefix = _BACKBONE
@@ -133,6 +139,15 @@ def _plain(checkpoint: Checkpoint) -> TextTower:
         ),
         prefix=prefix,
     )
+
+
+def _on_one_axis(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with plain RoPE: a text's positions are the same on all axes of M-RoPE."""
+    config = {**checkpoint.config}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := config.get(key), dict):
+            config[key] = {name: rope[name] for name in rope if not name.startswith("mrope_")}
+    return replace(checkpoint, config=config)
 
 
 def own_name(name: str) -> str:

@@ -147,7 +147,7 @@ def rope_of(
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     pairs = _num_rotary_pairs(reader, parameters, head_dim, traits)
-    axes = _axes(parameters, head_dim)
+    axes = _axes(parameters, pairs)
     kind = "default" if axes and kind == "mrope" else kind
     rules = RULES if traits.rules is None else traits.rules
     if not isinstance(kind, str) or kind not in rules:
@@ -221,13 +221,12 @@ def _num_rotary_pairs(
     return rotary_dim // 2
 
 
-def _axes(parameters: Parameters, head_dim: int) -> tuple[int, ...]:
+def _axes(parameters: Parameters, pairs: int) -> tuple[int, ...]:
     """The axis of each pair, () for plain positions; pops M-RoPE's keys."""
     sections = parameters.pop("mrope_section", None)
     interleaved = parameters.pop("mrope_interleaved", False)
     if sections is None:
         return ()
-    pairs = head_dim // 2
     if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != pairs:
         raise UnsupportedModelError(
             f"config.json: mrope_section {sections!r} is not three numbers with the sum {pairs}"

@@ -159,7 +159,6 @@ def read(checkpoint: Checkpoint, base: DecoderConfig, ignored: tuple[str, ...] =
         num_hidden_layers=1,
         layer_kinds=(attends,),
         is_recurrent=False,
-        images=None,
         every=1,
         dense_layers=() if has_experts else (0,),
     )

@@ -74,10 +74,8 @@ class Config(qwen2_moe.Config):
 
 
 def _read_rope(reader: ConfigReader, config: DecoderConfig) -> Rope:
-    """A text's positions are the same on all axes of M-RoPE."""
+    """RoPE of a quarter of a head's numbers, if the config says nothing else."""
     parameters = read_parameters(reader)
-    for key in ("mrope_section", "mrope_interleaved"):
-        parameters.pop(key, None)
     theta = reader.read("rope_theta", float, 1e4)
     parameters["rope_theta"] = parameters.get("rope_theta") or theta
     traits = RopeTraits(partial=0.25)

@@ -55,22 +55,31 @@ class Config(qwen2_vl.Config):
             raise UnsupportedModelError(
                 f"config.json: num_position_embeddings = {positions} is not a square"
             )
-        deepstack = read_indices(vision, "deepstack_visual_indexes", (8, 16, 24))
         shared = cls.shared(vision, size)
-        if len(set(deepstack)) != len(deepstack) or max(deepstack, default=0) >= shared["depth"]:
-            raise UnsupportedModelError(
-                f"config.json: deepstack_visual_indexes = {list(deepstack)} are not different "
-                f"blocks of {shared['depth']}"
-            )
         return cls(
             size=size,
             out_size=out_size,
             inner_size=vision.positive("intermediate_size", 4304),
             activation=read_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
             position_grid=math.isqrt(positions),
-            deepstack=deepstack,
+            deepstack=cls.read_deepstack(vision, shared["depth"]),
             **shared,
         )
+
+    @staticmethod
+    def read_deepstack(vision: ConfigReader, depth: int) -> tuple[int, ...]:
+        """Read the blocks whose outputs are levels of DeepStack.
+
+        Raises:
+            UnsupportedModelError: they are not different blocks.
+        """
+        deepstack = read_indices(vision, "deepstack_visual_indexes", (8, 16, 24))
+        if len(set(deepstack)) != len(deepstack) or max(deepstack, default=0) >= depth:
+            raise UnsupportedModelError(
+                f"config.json: deepstack_visual_indexes = {list(deepstack)} are not different "
+                f"blocks of {depth}"
+            )
+        return deepstack
 
 
 class Block(qwen2_vl.Block):

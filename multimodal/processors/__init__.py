@@ -31,6 +31,8 @@ _FAMILIES = {
     "internvl": "internvl",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
+    "qwen3_5": "qwen2_vl",
+    "qwen3_5_moe": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",
     "smolvlm": "idefics3",
 }

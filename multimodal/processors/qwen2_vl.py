@@ -48,7 +48,7 @@ class Processor:
             settings, "Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor"
         )
         vision = checkpoint.model.section("vision_config")
-        usual = 16 if checkpoint.model_type == "qwen3_vl" else 14
+        usual = 16 if checkpoint.model_type.startswith("qwen3") else 14
         patch_size = settings.agree("patch_size", vision.side("patch_size", usual))
         merge_size = settings.agree("merge_size", vision.positive("spatial_merge_size", 2))
         frames = settings.agree("temporal_patch_size", vision.side("temporal_patch_size", 2))

@@ -60,7 +60,7 @@ class FilmRules:
         Raises:
             UnsupportedModelError: unsupported settings.
         """
-        settings, writes_times = checkpoint.video, checkpoint.model_type == "qwen3_vl"
+        settings, writes_times = checkpoint.video, checkpoint.model_type.startswith("qwen3")
         if not settings.is_empty:
             usual = (HALF, HALF) if writes_times else (CLIP_MEAN, CLIP_STD)
             pixels = PixelRules.read(settings, *usual, Image.Resampling.BICUBIC)

@@ -46,6 +46,19 @@ _TILES = {
     "patch_size": 4,
     "image_size": 16,
 }
+_QWEN3_5 = {
+    **_TEXT, "initializer_range": 0.07, "head_dim": 32, "full_attention_interval": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_QWEN3_5_VISION = {
+    "depth": 1, "hidden_size": 32, "out_hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4,
+    "intermediate_size": 32,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION
@@ -64,6 +77,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             **_QWEN_VISION, "depth": 3, "hidden_size": 32, "out_hidden_size": HIDDEN,
             "intermediate_size": 32, "deepstack_visual_indexes": [0, 1],
         },
+    },
+    "qwen3_5": {"text_config": _QWEN3_5, "vision_config": _QWEN3_5_VISION},
+    "qwen3_5_moe": {
+        "text_config": {**models.find("qwen3_5_moe_text").TINY, **_QWEN3_5, "num_experts": 4,
+                        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                        "shared_expert_intermediate_size": 32},
+        "vision_config": _QWEN3_5_VISION,
     },
     "internvl": {
         "text_config": {"model_type": "qwen2", **_TEXT},
@@ -138,6 +158,8 @@ def session(request, exported) -> DecoderNetwork:
         return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
+        if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
+            pytest.skip("recurrent layers run on the CPU")
         cuda_on_cpu.build_base(
             bundle, engine, Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto")
         )
@@ -235,9 +257,6 @@ TEXT_ONLY = {
     "mistral3": {"text_config": {**models.find("ministral3").TINY, "pad_token_id": 3},
                  "vision_config": {**_TILES, "head_dim": 16, "model_type": "pixtral"},
                  "tie_word_embeddings": False},
-    "qwen3_5": {"text_config": {**models.find("qwen3_5_text").TINY, "pad_token_id": 3},
-                "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2,
-                                  "intermediate_size": 32, "out_hidden_size": 96}},
 }  # fmt: skip
 
 

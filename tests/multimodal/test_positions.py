@@ -5,9 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3_5Config, Qwen3VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from edgellm.core.errors import RequestError
@@ -15,6 +16,7 @@ from edgellm.multimodal.positions import rotary_positions
 
 IMAGE = 7
 MODELS = {
+    "qwen3_5": (Qwen3_5Model, Qwen3_5Config),
     "qwen2_vl": (Qwen2VLModel, Qwen2VLConfig),
     "qwen2_5_vl": (Qwen2_5_VLModel, Qwen2_5_VLConfig),
     "qwen3_vl": (Qwen3VLModel, Qwen3VLConfig),

@@ -47,30 +47,33 @@ _IDEFICS3 = {
     "processor_config": {"image_seq_len": 4, "processor_class": "Idefics3Processor"},
     "config": {"scale_factor": 2, "vision_config": {"image_size": 32, "patch_size": 8}},
 }
+_QWEN3 = {
+    "preprocessor_config": {
+        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 40 * 32 * 32},
+        "patch_size": 16,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "video_preprocessor_config": {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "size": {"longest_edge": 25165824, "shortest_edge": 4096},
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
-    "qwen3_vl": {
-        "preprocessor_config": {
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 40 * 32 * 32},
-            "patch_size": 16,
-            "merge_size": 2,
-            "temporal_patch_size": 2,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        },
-        "video_preprocessor_config": {
-            "video_processor_type": "Qwen3VLVideoProcessor",
-            "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-            "patch_size": 16,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-        },
-        "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
-    },
+    "qwen3_vl": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "internvl": {
         "preprocessor_config": {
             "image_processor_type": "GotOcr2ImageProcessorFast",
@@ -169,6 +172,8 @@ def reference(folder: Path, model_type: str) -> Any:
         "qwen2_vl": (transformers.Qwen2VLProcessor, {}),
         "qwen2_5_vl": (transformers.Qwen2_5_VLProcessor, {}),
         "qwen3_vl": (transformers.Qwen3VLProcessor, {}),
+        "qwen3_5": (transformers.Qwen3VLProcessor, {}),
+        "qwen3_5_moe": (transformers.Qwen3VLProcessor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),

@@ -31,6 +31,18 @@ def make_base(folder: Path, model_type: str = "qwen3_5_text", **config: object) 
     return base
 
 
+def add_layer(checkpoint: Path) -> None:
+    """Add `mtp.*` to a vision-language model, whose language model's last layer attends."""
+    path = checkpoint / "config.json"
+    whole = load_file(checkpoint / "model.safetensors")
+    base = {name.replace("language_model.", "", 1): tensor for name, tensor in whole.items()}
+    layers = {**whole, **make_layer(base)}
+    save_file(layers, checkpoint / "model.safetensors", {"format": "pt"})
+    config = json.loads(path.read_text())
+    config["text_config"] |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+    path.write_text(json.dumps(config))
+
+
 def make_layer(base: Tensors) -> Tensors:
     """Random tensors with the shapes of the base's last layer, which attends."""
     generator = torch.Generator().manual_seed(3)

@@ -12,6 +12,7 @@ from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
 from image_checkpoints import IDEFICS, INTERNVL, QWEN
 from medusa_heads import make_heads
+from mtp_reference import add_layer
 from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.build.engine import build_engine
@@ -124,7 +125,7 @@ class Engines:
 def build_vlm(
     folder: Path,
     model_type: str,
-    draft: Layout | Literal["medusa"] | None = None,
+    draft: Layout | Literal["medusa", "mtp"] | None = None,
     dtype: str = "fp32",
     **limits: int,
 ) -> Engines:
@@ -135,15 +136,19 @@ def build_vlm(
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
     plan = Plan(max_input_len=512, kv_capacity=576, threads=1, prefill="same", quantize="none")
     if draft is not None:
-        if draft == "medusa":
-            make_heads(folder / "draft")
+        own = checkpoint if draft == "mtp" else folder / "draft"
+        if draft == "mtp":
+            add_layer(checkpoint)
+            source = open_checkpoint(str(checkpoint))
+        elif draft == "medusa":
+            make_heads(own)
         else:
-            make_draft(folder / "draft", draft)
-        network = open_draft(str(folder / "draft"))
+            make_draft(own, draft)
+        network = open_draft(str(own))
         export_draft(network, source, folder / "draft_bundle", DraftOptions(dtype))
         plan = replace(plan, max_verify_tree_size=40, max_draft_tree_size=40)
         build_engine("draft", folder / "draft_bundle", found.engine, plan, "onnxruntime", _silent)
-        options = replace(options, draft_model_dir=str(folder / "draft"))
+        options = replace(options, draft_model_dir=str(own))
     export_llm(source, folder / "bundle", options)
     export_visual(source, folder / "visual_bundle", VisualOptions("fp32"))
     build_engine("llm", folder / "bundle", found.engine, plan, "onnxruntime", _silent)

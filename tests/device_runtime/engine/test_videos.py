@@ -34,7 +34,7 @@ EAGLE3 = Layout({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40})
 RATE = 2.0  # frames a second of a list
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm"])
 def engines(request, tmp_path_factory) -> Engines:
     return build_vlm(tmp_path_factory.mktemp(request.param), request.param, draft=EAGLE3)
 
@@ -220,7 +220,7 @@ def test_sampling_of_each_family(llm, engines):
                 own = SimpleNamespace(num_frames=min(rules.max_frames, maximum), fps=1)
                 theirs = SmolVLMVideoProcessor.sample_frames(own, film)
                 assert theirs.tolist() == pick(total, 25.0, maximum)
-    elif engines.model_type == "qwen3_vl":
+    elif engines.model_type.startswith("qwen3"):
         assert (rules.min_pixels, rules.max_pixels) == (4096, 25165824)  # of its own file
         assert found[250] == np.linspace(0, 249, 20).round().astype(int).tolist()
         assert found[30] == [0, 10, 19, 29]

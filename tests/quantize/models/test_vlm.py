@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ SIZES = {
 CASES = {
     "qwen2_5_vl": ("int4_awq", {"lm_head_quantization": "fp8"}),
     "qwen3_vl": ("nvfp4", {}),
+    "qwen3_5": ("int4_awq", {"algo": "gptq"}),
     "internvl": ("fp8", {"kv_cache_quantization": "int8"}),
     "smolvlm": ("int8_sq", {}),
 }
@@ -38,12 +40,14 @@ CASES = {
 TEXT = {
     "qwen2_5_vl": "model.",
     "qwen3_vl": "model.language_model.",
+    "qwen3_5": "model.language_model.",
     "internvl": "language_model.model.",
     "smolvlm": "model.text_model.",
 }
 SEEING = {
     "qwen2_5_vl": {"visual*"},
     "qwen3_vl": {"model.visual*"},
+    "qwen3_5": {"model.visual*"},
     "internvl": {"vision_tower*", "multi_modal_projector*"},
     "smolvlm": {"model.vision_model*", "model.connector*"},
 }
@@ -88,7 +92,11 @@ def test_configs_describe_the_quantization(pair):
         assert f"{TEXT[family]}layers.1.self_attn.q_proj" in described["quantized_layers"]
     else:
         head = {"lm_head", f"{TEXT[family]}embed_tokens"}
-        assert set(described["exclude_modules"]) == head | SEEING[family]
+        decays = {
+            name for name in described["exclude_modules"] if re.search(r"in_proj_[ab]$", name)
+        }
+        assert (len(decays) > 0) == (family == "qwen3_5")  # these set the decay of states
+        assert set(described["exclude_modules"]) - decays == head | SEEING[family]
     assert (output / "preprocessor_config.json").exists()
 
 
