@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.models import qwen3_5_text
 from edgellm.export.visual import qwen3_vl
 
 _VISION = {key: value for key, value in qwen3_vl.TINY["vision_config"].items() if "deep" not in key}
@@ -12,10 +11,16 @@ TINY = {
     "model_type": "qwen3_5",
     "vision_config": {**_VISION, "depth": 3},
     "text_config": {
-        **qwen3_5_text.TINY,
-        "hidden_size": 48,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
+        **qwen3_vl.TINY["text_config"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,

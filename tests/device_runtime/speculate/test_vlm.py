@@ -15,7 +15,7 @@ from image_checkpoints import picture
 from vlm_engines import MROPE, Engines, build_vlm
 
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
-from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.draft import DraftNetwork, open_draft
 from edgellm.device_runtime.sampling.sampler import SamplingParams
@@ -158,15 +158,7 @@ def test_cached_images_are_reused_and_never_confused(engines, tmp_path):
             list(answer)
         found, expected = answers
         assert found.token_ids == expected.token_ids
-        shown = [
-            (name, row)
-            for name, count in zip(images, found.profile.image_tokens, strict=True)
-            for row in range(count)
-        ]
-        keys = [
-            shown[token - vocabulary] if token >= vocabulary else token
-            for token in found.prompt.token_ids
-        ]
+        keys = _keys(images, found, vocabulary)
         held = _common(keys, base)
         if speculative and has_cache:
             held = min(held, max(_common(keys, draft) - 1, 0))
@@ -192,6 +184,17 @@ def test_cached_images_are_reused_and_never_confused(engines, tmp_path):
     ask("b", [user("b", "w3")], speculative=False)
     reused = ask("b", [user("b", "w6")], speculative=True)
     assert (reused == 0) is has_cache, "the draft's cache holds rows of `a`"
+
+
+def _keys(images: str, found: RequestOutput, vocabulary: int) -> list:
+    """Token ids of a prompt; rows of images are pairs of name and row."""
+    shown = [
+        (name, row)
+        for name, count in zip(images, found.profile.image_tokens, strict=True)
+        for row in range(count)
+    ]
+    ids = found.prompt.token_ids
+    return [shown[token - vocabulary] if token >= vocabulary else token for token in ids]
 
 
 def _question(folder: Path, *items: str) -> dict:
