@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import io
 import json
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,6 +25,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
 import without_host
 from hypothesis import settings
+from made_once import made_once
 
 from edgellm.core.cli import _explain as explain
 from edgellm.core.commands.entry_points import MODULES
@@ -138,7 +138,8 @@ def make_checkpoint(
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tiny"), **models.find("llama").TINY)
+    sizes = models.find("llama").TINY
+    return made_once(tmp_path_factory, "tiny", lambda to: make_checkpoint(to, **sizes))
 
 
 @pytest.fixture(scope="session")
@@ -147,9 +148,12 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
     from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
-    bundle = tmp_path_factory.mktemp("bundles") / "tiny"
-    export_llm(open_checkpoint(str(tiny_checkpoint)), bundle, ExportOptions(dtype="fp32"))
-    return bundle
+    def make(folder: Path) -> Path:
+        options = ExportOptions(dtype="fp32")
+        export_llm(open_checkpoint(str(tiny_checkpoint)), folder / "tiny", options)
+        return folder / "tiny"
+
+    return made_once(tmp_path_factory, "bundle", make)
 
 
 @pytest.fixture(scope="session")
@@ -161,60 +165,42 @@ def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFac
     from edgellm.export.pipeline.llm import export_llm
     from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
-    folder = tmp_path_factory.mktemp("int4")
-    round_checkpoint(str(tiny_checkpoint), folder / "checkpoint", 16)
-    checkpoint = open_checkpoint(str(folder / "checkpoint"))
-    export_llm(checkpoint, folder / "bundle", ExportOptions(dtype="fp32"))
-    return folder / "bundle"
+    def make(folder: Path) -> Path:
+        round_checkpoint(str(tiny_checkpoint), folder / "checkpoint", 16)
+        checkpoint = open_checkpoint(str(folder / "checkpoint"))
+        export_llm(checkpoint, folder / "bundle", ExportOptions(dtype="fp32"))
+        return folder / "bundle"
+
+    return made_once(tmp_path_factory, "int4_bundle", make)
+
+
+def _tiny_engine(factory: pytest.TempPathFactory, name: str, bundle: Path, **more: Any) -> Path:
+    from edgellm.build.engine import build_engine
+    from edgellm.build.plan import Plan
+
+    def make(folder: Path) -> Path:
+        plan = Plan(max_input_len=48, kv_capacity=64, threads=1, **more)
+        build_engine("llm", bundle, folder / name, plan, "onnxruntime", lambda _: None)
+        return folder / name
+
+    return made_once(factory, f"{name}_engine", make)
 
 
 @pytest.fixture(scope="session")
 def tiny_int4_engine(tiny_int4_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
-
-    engine = tmp_path_factory.mktemp("engines") / "int4"
-    build_engine(
-        "llm",
-        tiny_int4_bundle,
-        engine,
-        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="int8"),
-        "onnxruntime",
-        lambda _: None,
-    )
-    return engine
+    return _tiny_engine(tmp_path_factory, "int4", tiny_int4_bundle, prefill="int8")
 
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
-
-    engine = tmp_path_factory.mktemp("engines") / "tiny"
-    build_engine(
-        "llm",
-        tiny_bundle,
-        engine,
-        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
-        "onnxruntime",
-        lambda _: None,
-    )
-    return engine
+    return _tiny_engine(tmp_path_factory, "tiny", tiny_bundle, prefill="auto")
 
 
 @pytest.fixture(scope="session")
 def tree_engine(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny engine, built to verify trees of 12 nodes; it has no hidden states for a draft."""
-    from edgellm.build.engine import build_engine
-    from edgellm.build.plan import Plan
-
-    engine, plan = (
-        tmp_path_factory.mktemp("engines") / "trees",
-        Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto"),
-    )
-    plan = dataclasses.replace(plan, max_verify_tree_size=12)
-    build_engine("llm", tiny_bundle, engine, plan, "onnxruntime", lambda _: None)
-    return engine
+    sizes = {"prefill": "auto", "max_verify_tree_size": 12}
+    return _tiny_engine(tmp_path_factory, "trees", tiny_bundle, **sizes)
 
 
 @pytest.fixture(scope="session")
@@ -239,7 +225,7 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
 
     def get(name: str) -> EaglePair:
         if name not in made:
-            made[name] = makers[name](tmp_path_factory.mktemp(name))
+            made[name] = made_once(tmp_path_factory, name, makers[name])
         return made[name]
 
     return get
@@ -255,7 +241,10 @@ def shared_engine(eagle_pair: EaglePair, tmp_path_factory: pytest.TempPathFactor
     """The same with its draft, for batches of three."""
     import eagle_engines
 
-    return eagle_engines.for_several(eagle_pair, tmp_path_factory.mktemp("shared") / "engine", 3)
+    def make(folder: Path) -> Path:
+        return eagle_engines.for_several(eagle_pair, folder / "engine", 3)
+
+    return made_once(tmp_path_factory, "shared", make)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from eagle_engines import EAGLE3, export_pair
 from lettered_engine import with_letters
+from made_once import made_once
 from manifests import read_manifest, write_manifest
 from serve_process import ServerProcess, serving
 
@@ -24,7 +25,10 @@ FIXED_TREES = (
 
 @pytest.fixture(scope="session")
 def roomy_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("roomy")
+    return made_once(tmp_path_factory, "roomy", _make_roomy)
+
+
+def _make_roomy(folder: Path) -> Path:
     pair = export_pair(folder, EAGLE3, max_position_embeddings=CAPACITY)
     base = Plan(
         max_input_len=1024,
@@ -75,7 +79,10 @@ def lettered_server(
     roomy_engine: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
     """A server whose answers can be guided, of a model that knows tools."""
-    folder = tmp_path_factory.mktemp("lettered") / "engine"
-    engine = with_letters(roomy_engine, folder, chat_template=CALLING)
+
+    def make(folder: Path) -> Path:
+        return with_letters(roomy_engine, folder / "engine", chat_template=CALLING)
+
+    engine = made_once(tmp_path_factory, "lettered", make)
     with serving(engine, *FIXED_TREES, "--modelName", "tiny") as process:
         yield process
