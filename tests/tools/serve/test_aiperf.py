@@ -40,7 +40,7 @@ def _profile(aiperf: Path, folder: Path, *flags: object) -> dict:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr

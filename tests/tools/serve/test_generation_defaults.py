@@ -116,7 +116,7 @@ def test_a_request_wins(hot, cold):
     assert _chat(hot, temperature=0) == _chat(cold)
     assert len(_chat(hot, temperature=0, max_tokens=7).split()) == 7
     assert _ollama_chat(hot, temperature=0, num_predict=-1).startswith(_chat(cold))
-    own = {"temperature": 1, "top_k": 0}
+    own = {"temperature": 1, "top_k": 0, "seed": 1}
     assert _messages(cold, extra_body=own) != _messages(cold)
 
 

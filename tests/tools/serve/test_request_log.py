@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from datetime import datetime, timezone
 
 import openai
@@ -42,9 +41,9 @@ def test_each_request_is_one_line(roomy_engine):
     next(iter(stream))
     stream.close()
     server.wait_until("vllm:num_requests_running", 0)
-    time.sleep(0.2)
-    *lines, last = _ended(server)
-    assert last == "INFO: stopping: running requests have 60 s to finish"
+    lines = _ended(server)
+    # The line of the client that left may come after it.
+    lines.remove("INFO: stopping: running requests have 60 s to finish")
     found = [LINE.fullmatch(line).groupdict() for line in lines]
     places = [(one["method"], one["path"], one["status"]) for one in found]
     completion, chat = "/v1/completions", "/v1/chat/completions"

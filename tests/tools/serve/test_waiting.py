@@ -84,7 +84,7 @@ class _Writer:
     ("framing", "has_pings"), [(EVENTS, True), (NAMED_EVENTS, True), (LINES, False)]
 )
 def test_a_stream_pings_while_it_waits(monkeypatch, framing, has_pings):
-    monkeypatch.setattr(streams, "PING_S", 0.05)
+    monkeypatch.setattr(streams, "PING_S", 0.02)
     finished = Finished(
         finish_reason="stop",
         prompt_tokens=1,
