@@ -33,8 +33,9 @@ def test_help_names_the_flags():
         (["--eagle", "--eagleTree", "oak"], ["oak"]),
     ],
 )
-def test_mistakes_get_one_line(roomy_engine, flags, fragments):
-    assert_one_line_error(_run("--engineDir", roomy_engine, "--port", 0, *flags), *fragments)
+def test_mistakes_get_one_line(command_here, roomy_engine, flags, fragments):
+    result = command_here("edgellm-serve", "--engineDir", roomy_engine, "--port", 0, *flags)
+    assert_one_line_error(result, *fragments)
 
 
 def test_a_folder_without_an_engine_is_rejected(tmp_path):
@@ -46,10 +47,13 @@ def test_a_folder_without_an_engine_is_rejected(tmp_path):
     [(b"", "holds no key"), (b"# none\n", "holds no key"), (b"short\n", "fewer than 8"),
      (b"\xff\xfe\x00", "is not text"), ("l\u00f6ngenough".encode(), "a header cannot carry")],
 )  # fmt: skip
-def test_invalid_api_key_files_are_rejected(roomy_engine, tmp_path, content, fragment):
+def test_invalid_api_key_files_are_rejected(
+    command_here, roomy_engine, tmp_path, content, fragment
+):
     keys = tmp_path / "keys"
     keys.write_bytes(content)
-    assert_one_line_error(_run("--engineDir", roomy_engine, "--apiKeyFile", keys), fragment)
+    result = command_here("edgellm-serve", "--engineDir", roomy_engine, "--apiKeyFile", keys)
+    assert_one_line_error(result, fragment)
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpcPort", "--metricsPort"])
