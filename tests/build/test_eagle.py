@@ -48,10 +48,10 @@ def test_a_draft_needs_the_engine_of_its_base(command_here, eagle_pair, tmp_path
 
 
 @pytest.mark.parametrize("spelling", ["eagle", "spec"])
-def test_base_and_draft_are_built_into_one_folder(command, eagle_pair, tmp_path, spelling):
+def test_base_and_draft_are_built_into_one_folder(command_here, eagle_pair, tmp_path, spelling):
     engine = tmp_path / "engine"
     for bundle, part in ((eagle_pair.bundle, "Base"), (eagle_pair.draft_bundle, "Draft")):
-        result = _build(command, bundle, engine, f"--{spelling}{part}", *TREES)
+        result = _build(command_here, bundle, engine, f"--{spelling}{part}", *TREES)
         assert result.returncode == 0, result.stderr
     assert str(engine) in result.stdout
     base = load_engine(engine, LLM_ENGINE)
@@ -66,13 +66,13 @@ def test_base_and_draft_are_built_into_one_folder(command, eagle_pair, tmp_path,
     assert draft.draft.decoder.kv.dtype == "float32"
     assert [graph.path for graph in draft.graphs["fuse"]] == ["fuse.onnx"]
     rebuild = (eagle_pair.bundle, engine, "--eagleBase", *TREES, "--overwrite")
-    result = _build(command, *rebuild)
+    result = _build(command_here, *rebuild)
     assert result.returncode == 0, result.stderr
     verify_files(engine / "draft", load_engine(engine / "draft", DRAFT_ENGINE).files)
     manifest = engine / "draft" / "manifest.json"  # an older edgellm's is built again after this
     text = manifest.read_text().replace('"contract_version": 3', '"contract_version": 1')
     manifest.write_text(text)
-    result = _build(command, *rebuild)
+    result = _build(command_here, *rebuild)
     assert (result.returncode, manifest.read_text()) == (0, text), result.stderr
 
 

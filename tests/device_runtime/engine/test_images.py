@@ -287,7 +287,7 @@ def _requests(folder: Path, *contents: Any) -> Path:
     return path
 
 
-def test_llm_inference_answers_about_images(command, qwen, pictures, tmp_path):
+def test_llm_inference_answers_about_images(command_here, qwen, pictures, tmp_path):
     """Valid requests get outputs, invalid images are reported; the profile counts images."""
     truncated = tmp_path / "truncated.png"
     buffer = io.BytesIO()
@@ -302,7 +302,7 @@ def test_llm_inference_answers_about_images(command, qwen, pictures, tmp_path):
         [_text("w2"), _image(f"file://{pictures['b']}")],
         [{"type": "image"}],
     )
-    result = command(
+    result = command_here(
         "llm_inference", "--engineDir", qwen.engine, "--multimodalEngineDir", qwen.visual_engine,
         "--inputFile", path, "--outputFile", tmp_path / "out.json",
         "--profileOutputFile", tmp_path / "profile.json",

@@ -285,11 +285,11 @@ without_cuda = pytest.mark.skipif(_HAS_CUDA, reason="onnxruntime-gpu is installe
 
 
 @without_cuda
-def test_engines_for_cuda_do_not_run_on_a_cpu(command, engine, tmp_path):
+def test_engines_for_cuda_do_not_run_on_a_cpu(command_here, engine, tmp_path):
     requests = tmp_path / "requests.json"
     requests.write_text('{"requests": [{"messages": [{"role": "user", "content": "w9"}]}]}')
     files = ("--inputFile", requests, "--outputFile", tmp_path / "out.json")
-    result = command("llm_inference", "--engineDir", engine, *files)
+    result = command_here("llm_inference", "--engineDir", engine, *files)
     assert_one_line_error(result, "is installed without CUDA", "pip install 'edgellm[gpu]'")
     assert not (tmp_path / "out.json").exists()
 

@@ -32,8 +32,8 @@ def _merge(checkpoint, adapter, dtype="fp32"):
     return bundle, export_llm(open_checkpoint(str(checkpoint)), bundle, options)
 
 
-def test_export_merges_a_lora_adapter(command, tiny_checkpoint, adapter, tmp_path):
-    result = command(
+def test_export_merges_a_lora_adapter(command_here, tiny_checkpoint, adapter, tmp_path):
+    result = command_here(
         "edgellm-export",
         "llm",
         "--model_dir",

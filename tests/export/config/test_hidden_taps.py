@@ -105,10 +105,10 @@ def test_the_graph_without_taps_is_unchanged(deep_checkpoint, tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_is_eagle_base_writes_taps_to_the_manifest(command, deep_checkpoint, tmp_path):
+def test_is_eagle_base_writes_taps_to_the_manifest(command_here, deep_checkpoint, tmp_path):
     out = tmp_path / "out"
     flags = ("--is_eagle_base", "--dtype", "fp32", "--verify")
-    result = _export(command, deep_checkpoint, out, *flags)
+    result = _export(command_here, deep_checkpoint, out, *flags)
     assert result.returncode == 0, result.stderr
     assert "hidden taps for a draft: 2, 4, 5" in result.stdout
     found = re.search(r"max abs hidden tap difference (\S+) of values to", result.stdout)

@@ -324,9 +324,9 @@ def test_the_processor_goes_with_the_bundle(qwen3_checkpoint, tmp_path):
         _export(checkpoint, tmp_path / "other")
 
 
-def test_export_visual_writes_a_bundle(command, qwen3_checkpoint, tmp_path):
+def test_export_visual_writes_a_bundle(command_here, qwen3_checkpoint, tmp_path):
     bundle = tmp_path / "bundle"
-    result = command(
+    result = command_here(
         "edgellm-export", "visual", "--model_dir", qwen3_checkpoint, "--output_dir", bundle,
         "--dtype", "fp32",
     )  # fmt: skip

@@ -55,6 +55,12 @@ def run(command, *more):
     return subprocess.run([*command, *more], capture_output=True, text=True, check=False)
 
 
+@pytest.fixture
+def run_here(command_here):
+    """As `run`, in this process."""
+    return lambda command, *more: command_here("edgellm-eval", *command[3:], *more)
+
+
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -141,36 +147,36 @@ OTHERS = [
 ]
 
 
-def test_resuming_with_other_options_is_rejected(evaluation):
+def test_resuming_with_other_options_is_rejected(evaluation, run_here):
     command, out = evaluation
     assert run(command).returncode == 0
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     for more, named in OTHERS:
-        result = run(command, *more)
+        result = run_here(command, *more)
         assert_one_line_error(result, f"was started with other {named}", "another --outputDir")
         assert result.returncode == 2
         assert before == {path.name: path.read_bytes() for path in out.iterdir()}
-    again = run(command)
+    again = run_here(command)
     assert "finished already" in again.stdout
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
     (out / "notes.txt").write_text("mine")
-    assert run(command, "--maxGenerateLength", "13", "--overwrite").returncode == 0
+    assert run_here(command, "--maxGenerateLength", "13", "--overwrite").returncode == 0
     assert json.loads((out / "run.json").read_text())["max_generate_length"] == 13
     assert (out / "notes.txt").read_text() == "mine"
 
 
-def test_a_foreign_folder_is_refused(evaluation):
+def test_a_foreign_folder_is_refused(evaluation, run_here):
     command, out = evaluation
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     for flags in ((), ("--overwrite",)):
-        assert_one_line_error(run(command, *flags), "holds no evaluation: it has notes.txt")
+        assert_one_line_error(run_here(command, *flags), "holds no evaluation: it has notes.txt")
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
 
-def test_a_locked_run_is_rejected(evaluation):
+def test_a_locked_run_is_rejected(evaluation, run_here):
     command, out = evaluation
-    assert run(command).returncode == 0
+    assert run_here(command).returncode == 0
     import fcntl
 
     with (out / "run.json").open("rb") as stream:
@@ -233,24 +239,25 @@ def test_the_first_difference_of_answers_is_located(plain, spec, place):
         (("--compare", "a", "b"), ("reads two finished runs",)),
     ],
 )
-def test_invalid_arguments_are_rejected(evaluation, more, fragments):
+def test_invalid_arguments_are_rejected(evaluation, run_here, more, fragments):
     command, out = evaluation
-    result = run(command, *more)
+    result = run_here(command, *more)
     assert_one_line_error(result, *fragments)
     assert result.returncode == 2
     assert not out.exists()
 
 
-def test_output_inside_the_engine_is_rejected(evaluation, eagle_pair):
+def test_output_inside_the_engine_is_rejected(evaluation, run_here, eagle_pair):
     command, _ = evaluation
     inside = eagle_pair.engine / "draft" / "run"
-    assert_one_line_error(run(command, "--outputDir", str(inside)), "lies in the engine's folder")
+    result = run_here(command, "--outputDir", str(inside))
+    assert_one_line_error(result, "lies in the engine's folder")
 
 
-def test_images_need_a_visual_engine(evaluation, tmp_path):
+def test_images_need_a_visual_engine(evaluation, run_here, tmp_path):
     command, _ = evaluation
     (tmp_path / "a.png").write_bytes(b"x")
     path = tmp_path / "pictures.jsonl"
     path.write_text('{"image": "a.png", "caption": "A cat."}\n')
-    result = run(command, "--dataset", "captions", "--dataFile", str(path))
+    result = run_here(command, "--dataset", "captions", "--dataFile", str(path))
     assert_one_line_error(result, "has images", "--multimodalEngineDir")
