@@ -26,28 +26,30 @@ define tested_with
 endef
 
 # They count what a server does in a time, so they run after the others.
-ALONE = $(addprefix tests/tools/serve/test_,aiperf.py clients.py hostile.py hybrids.py load.py)
+ALONE = $(addprefix tests/tools/serve/test_,clients.py load.py)
 
-.PHONY: adversary arm bench clients gpu-proof gpu-proof-dry demo test all-types most-tests quick lint \
+.PHONY: adversary arm bench clients gpu-proof gpu-proof-dry demo test all-types most-tests tests-alone quick lint \
 	types quick-tests lowest newest wheel clean
 
 demo: $(DEMO_VENV)/installed
 	$(DEMO_VENV)/bin/python -m edgellm.scripts.demo
 
-# The server's tests run alone: they count what it does in a time.
 test: $(TEST_VENV)/installed
 	$(call RUFF_AND_LAYERS,$(TEST_VENV))
 	$(TEST_VENV)/bin/python -m edgellm.scripts.smollm2
-	$(MAKE) --jobs 2 all-types most-tests
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 $(ALONE)
+	$(MAKE) --jobs 2 all-types tests-alone
 
+# The type checker takes the processor time that tests leave while they wait.
 all-types: $(TEST_VENV)/installed
-	$(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
+	nice -n 19 $(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
 
 most-tests: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
 		--dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 25 --folders \
 		$(addprefix --ignore=,$(ALONE))
+
+tests-alone: most-tests
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 $(ALONE)
 
 # Random attacks on everything that reads, writes or answers; the test suite has a share of them.
 adversary: $(TEST_VENV)/installed
