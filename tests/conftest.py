@@ -267,6 +267,25 @@ def smollm2_gguf() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def smollm2_bundles(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model and its EAGLE-3 draft, exported."""
+    from real_cases import make_bundles
+
+    return made_once(tmp_path_factory, "smollm2", lambda to: make_bundles(smollm2_gguf, to))
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2_bundles: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both in fp32."""
+    from real_cases import build
+
+    def make(folder: Path) -> Path:
+        return build(smollm2_bundles, folder / "engine", "none", "auto")
+
+    return made_once(tmp_path_factory, "smollm2_engine", make)
+
+
 Command = Callable[..., subprocess.CompletedProcess]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_cases import PROMPTS, build, make_bundles
+from real_cases import PROMPTS, build
 
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import LLM, SamplingParams
@@ -25,25 +25,20 @@ TEXT = (Path(__file__).parent.parent / "LICENSE").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
-def bundles(smollm2_gguf, tmp_path_factory) -> Path:
-    return make_bundles(smollm2_gguf, tmp_path_factory.mktemp("smollm2"))
+def bundle(smollm2_bundles) -> Path:
+    return smollm2_bundles / "base"
 
 
 @pytest.fixture(scope="module")
-def bundle(bundles) -> Path:
-    return bundles / "base"
+def engine(smollm2_engine) -> Path:
+    return smollm2_engine
 
 
 @pytest.fixture(scope="module")
-def engine(bundles) -> Path:
-    """ONNX Runtime's GEMM, whose last bits depend on the number of rows."""
-    return build(bundles, bundles / "engine", "none", "auto")
-
-
-@pytest.fixture(scope="module")
-def int4_engine(bundles) -> Path:
+def int4_engine(smollm2_bundles, tmp_path_factory) -> Path:
     """ONNX Runtime's GEMM: prompts and trees in int8, single tokens in INT4."""
-    return build(bundles, bundles / "int4", "int4", "onnxruntime")
+    folder = tmp_path_factory.mktemp("int4") / "engine"
+    return build(smollm2_bundles, folder, "int4", "onnxruntime")
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +172,10 @@ def _requests(count: int) -> list[dict]:
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:count]]
 
 
-def test_speculative_outputs_of_edgellms_kernels_are_bit_identical(bundles, tmp_path):
-    llm = LLM(build(bundles, tmp_path / "own", "int4", "edgellm"), spec=SpecOptions(tree="cost"))
+def test_speculative_outputs_of_edgellms_kernels_are_bit_identical(smollm2_bundles, tmp_path):
+    llm = LLM(
+        build(smollm2_bundles, tmp_path / "own", "int4", "edgellm"), spec=SpecOptions(tree="cost")
+    )
     for comparison in prove(llm, Options(max_generate_length=48), _requests(6)):
         assert comparison.line().endswith("tokens, identical, equal bits")
 

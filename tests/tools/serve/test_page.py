@@ -10,7 +10,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import real_cases
 from serve_process import serving
 
 from edgellm.device_runtime import SamplingParams
@@ -703,12 +702,10 @@ def test_everything_can_be_reached_by_tab_and_has_a_name(page, server):
 
 
 @pytest.mark.real
-def test_a_real_answer(page, smollm2_gguf, tmp_path):
+def test_a_real_answer(page, smollm2_engine):
     """SmolLM2 with its draft: most of the answer was drafted. The README has the picture."""
-    bundles = real_cases.make_bundles(smollm2_gguf, tmp_path)
-    engine = real_cases.build(bundles, tmp_path / "engine", "none", "onnxruntime")
     flags = ["--eagle", "--eagleTree", "fixed", "--eagleVerifyTreeSize", 16]
-    with serving(engine, *flags, "--modelName", "SmolLM2-135M-Instruct") as server:
+    with serving(smollm2_engine, *flags, "--modelName", "SmolLM2-135M-Instruct") as server:
         _open(page, server)
         _settings(page, 60)
         for text in ("What is the capital of France?", "Write a Python function that adds two."):
