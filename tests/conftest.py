@@ -379,13 +379,13 @@ def interrupt(command: list[object], folder: Path, appears: str) -> tuple[int, l
     script = Path(sys.executable).parent / str(command[0])
     arguments = [str(argument) for argument in command[1:]]
     process = subprocess.Popen([script, *arguments], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(folder.glob(appears)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    _, printed = process.communicate(timeout=60)
+    _, printed = process.communicate(timeout=300)
     *lines, last = printed.splitlines()
     assert last == f"hint: the same command goes on: {shlex.join([script.name, *arguments])}"
     return process.returncode, lines

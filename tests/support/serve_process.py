@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
-START_S = 60
+START_S = 300
 
 
 class ServerProcess:

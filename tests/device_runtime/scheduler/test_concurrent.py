@@ -269,6 +269,6 @@ def test_background_loop_confines_errors_to_their_job(shared_engine):
         with pytest.raises(ValueError, match="listener failed"):
             bad.result(60)
     driver.end()
-    driver.join(10)
+    driver.join(60)
     assert not driver.is_alive
     assert llm._turns._batch.entries == []

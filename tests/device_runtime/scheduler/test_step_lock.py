@@ -183,7 +183,7 @@ def test_close_ends_waiting_threads(tiny_engine):
     time.sleep(0.05)
     llm.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert failures == ["the LLM was closed"] * 3
     with pytest.raises(EdgeLLMError, match="the LLM was closed"):
         next(steps)

@@ -298,7 +298,7 @@ def test_the_end_does_not_wait_for_ever(roomy_engine, second):
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
     _, errors = server.process.communicate(timeout=60)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert (server.process.returncode, errors) == (0, "")
     assert b"the server was stopped" in response.read()
 
