@@ -22,7 +22,7 @@ KEY = "a-key-of-the-robot"
 LONG = {"prompt": "w20 w30", "max_tokens": 4000, "temperature": 0, "stream": True}
 GROWTH_BYTES = 8 << 20
 SLACK_BYTES = 1 << 20
-TIMES = 12  # 1 MB that an act leaves each time is more than `GROWTH_BYTES`
+TIMES = 9  # 1 MB that an act leaves each time is more than `GROWTH_BYTES`
 RETURN_S = 5  # within it the server gives memory of large requests back
 LONGEST_S = 20
 
