@@ -87,6 +87,24 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_of_onnxruntime() -> Iterator[None]:
+    """Run portable graphs on one thread: of tiny ones, a second thread only spins.
+
+    Engines keep the threads of their plan, and commands in a process of their own the default.
+    """
+    import onnxruntime
+
+    class OneThread(onnxruntime.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnxruntime, "SessionOptions", OneThread)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """After the first Ctrl-C commands let the second end the process: here that is the worker."""
