@@ -341,13 +341,15 @@ def run_command(app: App, *, second_ends: bool = True) -> None:
         if not (is_hangup and signal.getsignal(number) is signal.SIG_IGN):  # of nohup
             signal.signal(number, interrupt)
     sys.unraisablehook = _interrupt_again
-    _open_streams()
+    printed = _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except BaseException as error:  # only at the top level of a command
+        if isinstance(error, SystemExit) and not interrupts:
+            _finish(printed, error.code)
         # Extension modules turn an interrupt during their import into an ImportError.
         if interrupts or isinstance(error, KeyboardInterrupt):
             kept = app.kept or NOTHING_HALF_WRITTEN
@@ -375,17 +377,72 @@ class _Stderr(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _open_streams() -> None:
-    """Open what the caller closed, so that no file gets its number, and let no note fail."""
+class _Stdout(io.FileIO):
+    """Standard output, which errors name; the text for a closed one is lost, see `_finish`."""
+
+    is_closed = False  # by the caller
+    is_lost = False  # whether text was
+
+    def write(self, data: Any, /) -> int | None:
+        """Write, or raise once: Python writes what it holds again at the end.
+
+        A command goes on whose caller closed the stream, since files may be its result.
+        """
+        if self.is_closed or self.is_lost:
+            self.is_lost = True
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.is_lost = True
+            number = error.errno or errno.EIO
+            raise OSError(number, os.strerror(number), "standard output") from None
+
+
+def _open_streams() -> _Stdout | None:
+    """Open what the caller closed, so that no file gets its number, and let no note fail.
+
+    Returns:
+        Standard output; None where a test has replaced it.
+    """
+    is_closed = sys.stdout is None
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115 - for the life of the process
             setattr(sys, name, stream)
-    errors = sys.stderr
+            setattr(sys, f"__{name}__", stream)
+    errors, printed = sys.stderr, sys.stdout
     if errors is sys.__stderr__ and isinstance(errors, io.TextIOWrapper):
         raw = _Stderr(errors.fileno(), "w", closefd=False)
         sys.stderr = io.TextIOWrapper(
             io.BufferedWriter(raw), encoding=errors.encoding, line_buffering=True
+        )
+    if printed is not sys.__stdout__ or not isinstance(printed, io.TextIOWrapper):
+        return None
+    out = _Stdout(printed.fileno(), "w", closefd=False)
+    out.is_closed = is_closed
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(out),
+        encoding=printed.encoding,
+        line_buffering=printed.line_buffering,
+        write_through=printed.write_through,
+    )
+    return out
+
+
+def _finish(printed: _Stdout | None, code: object) -> None:
+    """Write what standard output holds, and end a command whose text was lost with an error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # its reader has seen enough
+        raise SystemExit(code or 1) from None
+    except OSError as error:
+        _fail(*_explain(error))
+    if printed is not None and printed.is_closed and printed.is_lost and not code:
+        _fail(
+            "standard output is closed: what the command printed is lost",
+            "redirect it to a file, or to /dev/null",
+            2,
         )
 
 

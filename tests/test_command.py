@@ -195,6 +195,52 @@ def test_notes_that_cannot_be_written_end_nothing(tmp_path, redirection):
     assert Path(f"{script}.done").read_text() == "done"
 
 
+PRINTED = """
+import sys, typer
+from edgellm.core.cli import App, run_command
+app = App()
+@app.command()
+def work(number: int = 1) -> None:
+    print("printed")
+    if number > 1:
+        typer.echo("written" * number)
+    with open(sys.argv[0] + ".done", "w") as done:
+        done.write("done")
+run_command(app)
+"""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "error", "is_done"),
+    [
+        (">&-", 2, "standard output is closed: what the command printed is lost", True),
+        (">&- <&-", 2, "standard output is closed: what the command printed is lost", True),
+        (">/dev/full", 2, "No space left on device (standard output)", True),
+        ("--number 2 >/dev/full", 2, "No space left on device (standard output)", False),
+        ("--number 9999 | head -c 3", 1, "", False),
+        ("--help >&-", 2, "standard output is closed: what the command printed is lost", False),
+        ("--number x >&-", 2, "Invalid value for '--number'", False),
+    ],
+)
+def test_lost_output_is_an_error(tmp_path, redirection, code, error, is_done):
+    """Also where Python would write it after the command's end. A closed pipe has read enough."""
+    script, ended = tmp_path / "work.py", tmp_path / "code"
+    script.write_text(PRINTED)
+    command, bar, reader = redirection.partition("|")
+    work = f'{{ "{sys.executable}" "{script}" {command}; echo $? >"{ended}"; }} {bar} {reader}'
+    result = subprocess.run(
+        work, shell=True, capture_output=True, text=True, check=False, executable="/bin/bash"
+    )
+    assert ended.read_text() == f"{code}\n"
+    lines = result.stderr.splitlines()
+    assert [line[7 : 7 + len(error)] for line in lines if line[:7] == "error: "] == [error] * (
+        error != ""
+    )
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+    assert Path(f"{script}.done").exists() == is_done
+
+
 def test_a_note_is_written_at_once(tmp_path):
     code = NOTED.replace("raise", "import os; os._exit(5)\n    raise")
     (tmp_path / "work.py").write_text(code)
