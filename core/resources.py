@@ -164,6 +164,12 @@ def private_folder() -> Path:
     return folder
 
 
+def can_write(folder: Path) -> bool:
+    """Whether files can be written into a folder, which may not exist yet."""
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+
+
 # ---------------------------------------------------------------------------- disk space
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HINT = "free some space, or give a folder on another disk"

@@ -6,6 +6,7 @@ it stopped.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.core.errors import EdgeLLMError, LimitError, UnsupportedModelError
+from edgellm.core.resources import can_write, private_folder
 from edgellm.tools.store.store import free
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _PRECISION = re.compile(
 )
 _PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0")  # of a repository's GGUF files
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_CACHE_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 _NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # packages whose errors these are
 
 
@@ -62,8 +65,12 @@ def download(reference: str) -> Download:
         info = HfApi().model_info(repository, files_metadata=True)
         sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
         names = choose(reference, sizes, precision)
-        _announce(info, sizes, names)
-        folder = Path(snapshot_download(repository, allow_patterns=names))
+        folder = _complete(info, names)
+        if folder is None:
+            cache = _cache()
+            _announce(info, sizes, names, cache)
+            found = snapshot_download(repository, allow_patterns=names, cache_dir=cache)
+            folder = Path(found)
     except GatedRepoError:
         raise EdgeLLMError(
             f"{repository} is gated: its owner grants access on the hub",
@@ -125,25 +132,51 @@ def choose(reference: str, names: Iterable[str], precision: str) -> list[str]:
     )
 
 
-def _announce(info: ModelInfo, sizes: dict[str, int], names: list[str]) -> None:
-    """Say what is downloaded, unless the cache has it; require room on the disk."""
-    from huggingface_hub import try_to_load_from_cache
+def _cache() -> Path:
+    """The hub's cache, or one in a private folder if the user's home cannot be written."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    missing = [
-        name
-        for name in names
-        if not isinstance(try_to_load_from_cache(info.id, name, revision=info.sha), str)
-    ]
+    cache = Path(HF_HUB_CACHE)
+    if can_write(cache) or any(os.environ.get(name) for name in _CACHE_VARIABLES):
+        return cache
+    return private_folder() / ".cache" / "huggingface" / "hub"
+
+
+def _lacking(info: ModelInfo, names: list[str], cache: Path) -> list[str]:
+    from huggingface_hub import try_to_load_from_cache
+
+    def is_there(name: str) -> bool:
+        found = try_to_load_from_cache(info.id, name, cache_dir=cache, revision=info.sha)
+        return isinstance(found, str)
+
+    return [name for name in names if not is_there(name)]
+
+
+def _complete(info: ModelInfo, names: list[str]) -> Path | None:
+    """The model in a cache that cannot be written, which snapshot_download would need."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cache = Path(HF_HUB_CACHE)
+    if can_write(cache) or info.sha is None or _lacking(info, names, cache):
+        return None
+    return _place(cache, info.id) / "snapshots" / info.sha
+
+
+def _place(cache: Path, repository: str) -> Path:
+    return cache / f"models--{repository.replace('/', '--')}"
+
+
+def _announce(info: ModelInfo, sizes: dict[str, int], names: list[str], cache: Path) -> None:
+    """Say what is downloaded, unless the cache has it; require room on the disk."""
+    missing = _lacking(info, names, cache)
     total = sum(sizes[name] for name in missing)
     if not missing:
         return
     typer.echo(f"downloading {info.id}: {len(missing)} files, {total / 1e6:.1f} MB", err=True)
-    room = free(Path(HF_HUB_CACHE))
+    room = free(cache)
     if total > room:
         raise LimitError(
-            f"{info.id} takes {total / 1e9:.1f} GB, the disk of {HF_HUB_CACHE} has "
-            f"{room / 1e9:.1f} GB",
+            f"{info.id} takes {total / 1e9:.1f} GB, the disk of {cache} has {room / 1e9:.1f} GB",
             hint="free some space, or name a folder on another disk in HF_HOME",
         )
 
@@ -154,7 +187,8 @@ def _cached(reference: str, error: Exception) -> Download:
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     repository, _, precision = reference.partition(":")
-    place = Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+    places = [_place(cache, repository) for cache in dict.fromkeys((Path(HF_HUB_CACHE), _cache()))]
+    place = next((each for each in places if each.is_dir()), places[0])
     offline = isinstance(error, OfflineModeIsEnabled)
     why = "HF_HUB_OFFLINE is set" if offline else f"{_endpoint()} cannot be reached"
     try:

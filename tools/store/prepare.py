@@ -101,6 +101,12 @@ def prepare(
     def wait() -> None:
         typer.echo(f"waiting for another edgellm, which prepares {name}", err=True)
 
+    if store.read_only is not None:
+        typer.echo(
+            f"note: {store.read_only} cannot be written, so engines go to {store.models}; "
+            "EDGELLM_HOME names another folder",
+            err=True,
+        )
     with store.preparing(source.reference, wait):
         if not (again or update) and (entry := _stored(store, model, source, recipe)):
             return _ready(entry)
@@ -168,7 +174,8 @@ def _remove_outdated(store: Store, newest: Entry) -> None:
     for entry in store.entries():
         record = entry.record
         same = record.reference == newest.record.reference
-        if same and record.identity != newest.record.identity:
+        can_go = entry.folder.parent != store.read_only
+        if same and can_go and record.identity != newest.record.identity:
             typer.echo(f"deleting the engine of an earlier {record.name}: {entry.folder}", err=True)
             store.remove(entry)
 

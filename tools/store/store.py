@@ -28,9 +28,10 @@ from pathlib import Path
 from edgellm.core import file_lock
 from edgellm.core.artifact import defer_interrupt
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.resources import user_folder
+from edgellm.core.resources import can_write, private_folder, user_folder
 
 _RECORD, _USED = "model.json", "used"
+_DATA = (".local", "share")  # of a user, in the home folder
 _FORMAT, _VERSION, FORMAT = "format", "edgellm", 1  # keys and number of the record's format
 _KEY_DIGITS = 16
 
@@ -38,8 +39,18 @@ _KEY_DIGITS = 16
 def home() -> Path:
     """$EDGELLM_HOME, or edgellm's folder among the user's data."""
     given = os.environ.get("EDGELLM_HOME")
-    data = Path(given) if given else user_folder("XDG_DATA_HOME", ".local", "share") / "edgellm"
+    data = Path(given) if given else user_folder("XDG_DATA_HOME", *_DATA) / "edgellm"
     return data.expanduser().absolute()
+
+
+def _other_home(folder: Path) -> Path | None:
+    """Where engines go if a home that no variable names cannot be written; None: it can."""
+    is_named = os.environ.get("EDGELLM_HOME") or os.environ.get("XDG_DATA_HOME")
+    if is_named or can_write(folder):
+        return None
+    with contextlib.suppress(EdgeLLMError):  # no temporary folder either
+        return private_folder().joinpath(*_DATA, "edgellm")
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +131,25 @@ class Entry:
 
 
 class Store:
-    """The entries of a folder, which need not exist."""
+    """The entries of a folder, which need not exist.
+
+    If the user's home cannot be written, the entries there are read, and new ones go to a private
+    folder among the temporary files.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.models = (folder or home()) / "models"
+        own = folder or home()
+        other = _other_home(own) if folder is None else None
+        self.models = (other or own) / "models"  # of new entries
+        self.read_only = own / "models" if other else None  # of more entries
+
+    def _records(self) -> Iterator[Path]:
+        for models in filter(None, (self.models, self.read_only)):
+            yield from models.glob(f"[!.]*/{_RECORD}")
 
     def entries(self) -> list[Entry]:
         """All entries, the most recently used first; damaged ones are left out."""
-        found = [self._entry(path.parent) for path in self.models.glob(f"[!.]*/{_RECORD}")]
+        found = [self._entry(path.parent) for path in self._records()]
         return sorted(filter(None, found), key=lambda entry: -entry.used_s)
 
     def named(self, name: str) -> list[Entry]:
@@ -169,7 +191,16 @@ class Store:
         return Entry(target, record)
 
     def remove(self, entry: Entry) -> None:
-        """Delete an entry; programs that run it go on."""
+        """Delete an entry; programs that run it go on.
+
+        Raises:
+            EdgeLLMError: its folder is read-only.
+        """
+        if not can_write(entry.folder.parent):
+            raise EdgeLLMError(
+                f"{entry.folder} cannot be deleted: {entry.folder.parent} is read-only",
+                hint="ask its owner, or make it writable",
+            )
         with defer_interrupt():
             self._delete(entry.folder)
 
@@ -188,13 +219,16 @@ class Store:
         `on_wait`: called once, before a wait.
         """
         digest = hashlib.sha256(reference.encode("utf-8", "surrogateescape")).hexdigest()
+        fault = ""
         try:
             self.models.mkdir(parents=True, exist_ok=True)
         except OSError as error:
+            fault = os.strerror(error.errno or 0)
+        if fault or not can_write(self.models):
             raise EdgeLLMError(
-                f"cannot write the model store {self.models}: {error.strerror}",
+                f"cannot write the model store {self.models}: {fault or 'it is read-only'}",
                 hint="name a folder you may write in EDGELLM_HOME",
-            ) from None
+            )
         file_lock.sweep(self.models)
         with file_lock.wait(self.models / f".{digest[:_KEY_DIGITS]}.lock", on_wait):
             yield
@@ -202,7 +236,7 @@ class Store:
     def notes(self) -> list[str]:
         """A line for each entry of another edgellm, which this one does not read."""
         found = []
-        for path in sorted(self.models.glob(f"[!.]*/{_RECORD}")):
+        for path in sorted(self._records()):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 raw = json.loads(path.read_text("utf-8"))
                 if raw.get(_FORMAT, FORMAT) != FORMAT:

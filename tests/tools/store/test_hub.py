@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 from local_hub import serve_hub
 
 from edgellm.core.errors import UnsupportedModelError
+from edgellm.tools.store import hub as hub_module
 from edgellm.tools.store.hub import choose, is_id
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -110,6 +112,32 @@ def test_a_model_is_fetched_once_and_again_when_it_changed(edgellm, hub):
     assert "deleting the engine of an earlier owner/tiny" in newer.stderr
     listed = edgellm("list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["NAME", "owner/tiny"]
+
+
+def test_a_read_only_cache_of_the_hub_is_read(hub, tmp_path, monkeypatch):
+    """What it lacks goes to a private folder, unless a variable names the cache."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    cache = tmp_path / "home/hub"
+    url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    own = {"ENDPOINT": hub.url, "HUGGINGFACE_CO_URL_TEMPLATE": url, "HF_HUB_CACHE": str(cache)}
+    for name, value in {**own, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    old = hub_module.download("owner/tiny")
+    hub.add("owner/new", {"config.json": b"{}", "model.safetensors": b"weights"})
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(hub_module, "can_write", lambda folder: folder != cache)
+    hub.requests.clear()
+    assert hub_module.download("owner/tiny") == old
+    assert [path for _, path, _ in hub.requests if "/resolve/" in path] == []
+    new = hub_module.download("owner/new")
+    private = tmp_path / f"edgellm-{os.getuid()}/.cache/huggingface/hub"
+    assert new.path.is_relative_to(private)
+    assert (new.path / "model.safetensors").read_bytes() == b"weights"
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert (hub_module.download("owner/tiny"), hub_module.download("owner/new")) == (old, new)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert hub_module._cache() == cache
 
 
 def test_a_download_that_breaks_goes_on_where_it_stopped(hub, tmp_path):

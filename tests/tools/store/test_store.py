@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from edgellm.core.artifact import temporary_folder
 from edgellm.core.errors import EdgeLLMError
+from edgellm.tools.store import store as store_module
 from edgellm.tools.store.store import FORMAT, Recipe, Record, Store, home
 
 MADE = Recipe(quantize="none", context=4096, device="cpu", draft="auto")
@@ -59,6 +62,50 @@ def test_the_home_follows_xdg(monkeypatch):
     assert home() == Path.home() / ".local/share/edgellm"
     monkeypatch.setenv("EDGELLM_HOME", "/own")
     assert home() == Path("/own")
+
+
+@pytest.fixture
+def read_only_home(tmp_path, monkeypatch):
+    """A home with one stored model, which cannot be written any more."""
+    for name in ("EDGELLM_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    own = tmp_path / "home"
+    monkeypatch.setenv("HOME", str(own))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _add(Store(own / ".local/share/edgellm"))
+    whole = store_module.can_write
+    monkeypatch.setattr(
+        store_module, "can_write", lambda folder: own not in folder.parents and whole(folder)
+    )
+    return own
+
+
+def test_a_read_only_home_is_read_and_a_private_folder_written(read_only_home, tmp_path):
+    store = Store()
+    assert store.models == tmp_path / f"edgellm-{os.getuid()}/.local/share/edgellm/models"
+    (old,) = store.entries()
+    assert old.folder.is_relative_to(read_only_home)
+    with store.preparing("owner/second", on_wait=list):
+        new = _add(store, name="owner/second", identity="2")
+    assert {each.record.name for each in Store().entries()} == {"owner/model", "owner/second"}
+    store.remove(new)
+    with pytest.raises(EdgeLLMError, match="is read-only"):
+        store.remove(old)
+    assert store.entries() == [old]
+
+
+@pytest.mark.parametrize("variable", ["EDGELLM_HOME", "XDG_DATA_HOME"])
+def test_a_read_only_store_that_a_variable_names_is_an_error(read_only_home, monkeypatch, variable):
+    """Nobody looks for engines among the temporary files then."""
+    monkeypatch.setenv(variable, str(read_only_home / ".local/share"))
+    store = Store()
+    assert store.read_only is None
+    with (
+        pytest.raises(EdgeLLMError, match=r"cannot write .*: it is read-only") as no,
+        store.preparing("owner/second", on_wait=list),
+    ):
+        pass
+    assert "EDGELLM_HOME" in no.value.hint
 
 
 def test_an_entry_is_found_by_its_whole_and_its_short_name(tmp_path):
