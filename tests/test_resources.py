@@ -16,7 +16,9 @@ from edgellm.build import resource_estimate
 from edgellm.core import resources
 from edgellm.core.artifact import cache_folder
 from edgellm.core.errors import EdgeLLMError, LimitError
+from edgellm.core.model_spec import KVCacheSpec, PageSpec
 from edgellm.device_runtime.kernels import library
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockPool
 from edgellm.device_runtime.runners.tensorrt.cuda import driver
 from edgellm.quantize.models import checks as quantize_checks
 from edgellm.tools.bench import machine as bench_machine
@@ -159,6 +161,17 @@ def test_all_readers_see_the_limit(make, tmp_path):
         quantize_checks.check_memory(4 * GB, quantize_checks.available_bytes())
     assert resource_estimate.available_memory_bytes() == driver.available_memory_bytes() == 3 * GB
     assert "this machine has 8.6 GB" in resource_estimate._room_for_cache(9 * GB).found
+
+
+def test_an_engine_of_a_larger_machine_does_not_open(make):
+    """The system would end the process in the middle of a long prompt."""
+    make(2, "/box").limit("box", str(GB))
+    pages = PageSpec(rows=64, windows=(0, 0))
+    kv = KVCacheSpec(num_layers=2, num_kv_heads=8, head_dim=64, dtype="float16", pages=pages)
+    missing = r"a full KV cache takes 1\.34 GB .* has 1\.07 GB: 0\.27 GB are missing"
+    with pytest.raises(LimitError, match=missing):
+        BlockPool(kv, 10 << 15)
+    BlockPool(kv, 7 << 15)
 
 
 def test_a_doctor_of_a_small_container(make, tmp_path):

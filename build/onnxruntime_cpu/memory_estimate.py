@@ -26,6 +26,7 @@ from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import KVCacheSpec, cache_bytes
 from edgellm.core.onnx_functions import ROUTER
+from edgellm.device_runtime.engine import spec_overhead
 
 _BUILDER_BYTES = 85 << 20  # interpreter, libraries, the graph's nodes
 _SESSION_BYTES = 55 << 20  # sessions, kernels, activations of a pass
@@ -84,19 +85,30 @@ def estimate_graphs(
     return Estimate(
         engine_bytes=sum(sizes),
         kv_bytes=kv_bytes,
-        peak_build_bytes=_BUILDER_BYTES + max(rounded, _peak_bytes(held, kv_bytes)),
+        peak_build_bytes=_BUILDER_BYTES
+        + max(rounded, _peak_bytes(held, kv_bytes + _timing_bytes(bundle, plan))),
         decode_bytes=read,
         notes=tuple(notes_of_widened(models)),
     )
 
 
-def _peak_bytes(held: Sequence[_Held], kv_bytes: int) -> int:
-    """Peak memory of building roles in order; finished graphs stay loaded."""
+def _timing_bytes(bundle: Bundle, plan: Plan) -> int:
+    """Memory that the timing of speculative rounds takes."""
+    if not plan.max_verify_tree_size or bundle.main_role != DECODER:
+        return 0
+    return spec_overhead.memory_bytes(bundle.decoder.num_parameters // 2)
+
+
+def _peak_bytes(held: Sequence[_Held], timed_bytes: int) -> int:
+    """Peak memory of building roles in order; finished graphs stay loaded.
+
+    `timed_bytes`: of the KV cache, and what else the timing takes.
+    """
     peak = before = 0
     for each in held:
         peak = max(peak, before + max(each.checked, each.copied, _SESSION_BYTES + each.saved))
         before += each.loaded
-    return max(peak, before + _SESSION_BYTES + kv_bytes)
+    return max(peak, before + _SESSION_BYTES + timed_bytes)
 
 
 # ------------------------------------------------------------------------------------ checks

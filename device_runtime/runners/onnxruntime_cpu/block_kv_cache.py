@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.errors import LimitError
-from edgellm.core.model_spec import SPARE_ROWS, KVCacheSpec, pool_pages, table_pages
+from edgellm.core.model_spec import (
+    SPARE_ROWS,
+    KVCacheSpec,
+    cache_bytes,
+    pool_pages,
+    table_pages,
+)
+from edgellm.core.resources import physical_memory_bytes
 from edgellm.device_runtime.runners.kv_cache import KVCache
 from edgellm.device_runtime.runners.onnxruntime_import import ort
 
@@ -26,8 +33,13 @@ class BlockPool:
     swaps_first = False
 
     def __init__(self, kv: KVCacheSpec, capacity: int, num_sequences: int = 1) -> None:
-        """Allocate blocks for `num_sequences` of `capacity` positions."""
+        """Allocate blocks for `num_sequences` of `capacity` positions.
+
+        Raises:
+            LimitError: all blocks together exceed this machine's memory.
+        """
         assert kv.pages is not None
+        _require_memory(cache_bytes(kv, capacity, num_sequences))
         self.block_size, self._capacity = kv.pages.rows, capacity * num_sequences
         layers: dict[int, list[int]] = {}
         for layer, window in enumerate(kv.pages.windows):
@@ -62,6 +74,22 @@ class BlockPool:
         """Bind all blocks as inputs, and the same memory as outputs."""
         for pool in self._pools:
             pool.bind(binding)
+
+
+def _require_memory(size: int) -> None:
+    """As builds do: the system would end the process when a long prompt fills the blocks."""
+    memory = physical_memory_bytes()
+    if size > memory:
+        raise LimitError(
+            f"a full KV cache takes {_gb(size)} of memory, this machine has {_gb(memory)}: "
+            f"{_gb(size - memory)} are missing",
+            hint="build the engine here, with a smaller --maxKVCacheCapacity or --maxBatchSize; "
+            "edgellm rm MODEL and edgellm run MODEL make a stored one anew",
+        )
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
 
 
 def _untouched(shape: tuple[int, ...], dtype: np.dtype[Any], *, is_shared: bool) -> NDArray[Any]:

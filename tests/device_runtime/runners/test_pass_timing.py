@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,6 +182,17 @@ def test_rounds_of_a_slow_host_keep_their_budget(clock, monkeypatch, seconds):
     assert clock.now_s <= max(1.0, 3 * seconds)
     assert bool(found) == (9 * seconds <= 1.0)  # after two untimed rounds
     assert set(found.values()) <= {0.0}
+
+
+def test_the_host_time_takes_the_memory_that_builds_expect():
+    tracemalloc.start()
+    try:
+        spec_overhead.round_host_ms(10**9, Budget(0.1))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    expected = spec_overhead.memory_bytes(10**9)
+    assert expected <= peak < 1.1 * expected
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -96,7 +96,7 @@ def test_a_read_only_home_is_read_and_a_private_folder_written(read_only_home, t
 
 @pytest.mark.parametrize("variable", ["EDGELLM_HOME", "XDG_DATA_HOME"])
 def test_a_read_only_store_that_a_variable_names_is_an_error(read_only_home, monkeypatch, variable):
-    """Nobody looks for engines among the temporary files then."""
+    """Engines lie where the user wants them, or nowhere."""
     monkeypatch.setenv(variable, str(read_only_home / ".local/share"))
     store = Store()
     assert store.read_only is None
