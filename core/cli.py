@@ -462,6 +462,10 @@ def _explain(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out of memory", "close other programs or use a smaller model", 2
     if isinstance(error, OSError) and error.errno is not None:
+        from edgellm.core.resources import NO_TEMPORARY, is_no_temporary
+
+        if is_no_temporary(error):
+            return NO_TEMPORARY, "set TMPDIR to a folder that can be written", 2
         hint = "free some space or give another folder" if error.errno == errno.ENOSPC else ""
         where = f" ({error.filename})" if error.filename else ""
         return f"{os.strerror(error.errno)}{where}", hint, 2

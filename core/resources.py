@@ -23,6 +23,7 @@ from edgellm.core.errors import (
     LimitError,
 )
 
+NO_TEMPORARY = "no folder for temporary files can be written"
 _ROOT = Path("/")
 # Files of a memory cgroup, version 1 and 2: its limits, what it uses, and pages of files within
 # that, which the kernel drops when memory is scarce.
@@ -158,10 +159,16 @@ def private_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise EdgeLLMError(f"there is no folder for caches: {error}", hint=hint) from None
+        fault = NO_TEMPORARY if is_no_temporary(error) else error
+        raise EdgeLLMError(f"there is no folder for caches: {fault}", hint=hint) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise EdgeLLMError(f"{folder} is open to other users, so it holds no caches", hint=hint)
     return folder
+
+
+def is_no_temporary(error: OSError) -> bool:
+    """Whether the module tempfile found no folder; its error lists all that it tried."""
+    return error.errno == errno.ENOENT and "temporary directory" in str(error.strerror)
 
 
 def can_write(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import errno
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,19 @@ def test_a_full_disk_becomes_one_line(run, capsys):
     assert capsys.readouterr().err.splitlines() == [
         "error: No space left on device (/x/model.weights)",
         "hint: free some space or give another folder",
+    ]
+
+
+def test_no_temporary_folder_becomes_one_line(run, capsys, monkeypatch, tmp_path):
+    """Python's error of that is a missing file without a name."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with pytest.raises(FileNotFoundError) as none:
+        tempfile.gettempdir()
+    assert run(none.value) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no folder for temporary files can be written",
+        "hint: set TMPDIR to a folder that can be written",
     ]
 
 

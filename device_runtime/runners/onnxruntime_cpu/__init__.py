@@ -106,5 +106,5 @@ def _check_kernels(folder: Path, engine: Engine) -> None:
     except EdgeLLMError as error:
         raise BrokenArtifactError(
             f"{folder} needs edgellm's kernels: {error}",
-            hint=f"{error.hint}: {engine.builder} --kernels onnxruntime",
+            hint=f"{error.hint}; or build without them: {engine.builder} --kernels onnxruntime",
         ) from None
