@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "src"
 LIBRARY = "libedgellm_kernels.so"
 
+_FULL = b"No space left on device"  # of compilers that write to a full disk
 # -ffp-contract=off: fused multiply-adds only where the source has them.
 _COMMON = (
     "-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden",
@@ -89,8 +91,8 @@ def cached_library(cxx: str, machine: str = "", cache: Path | None = None) -> Pa
         cache: the folder of caches; None: the user's.
 
     Raises:
-        NoCompilerError: as `compile_library`.
-        OSError: the cache's folder cannot be written.
+        NoCompilerError: with the compiler's message.
+        OSError: the cache's folder cannot be written, or its disk is full.
     """
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     machine = machine or platform.machine()
@@ -101,7 +103,7 @@ def cached_library(cxx: str, machine: str = "", cache: Path | None = None) -> Pa
 
 
 def compile_library(target: Path, cxx: str, machine: str) -> None:
-    """Write the shared library to `target`; raises `NoCompilerError` with the compiler's message.
+    """Write the shared library to `target`; raises as `cached_library`.
 
     The write is atomic, also if several processes compile concurrently.
     """
@@ -122,20 +124,25 @@ def _compile(
     """Compile all units in parallel and link them."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        environment = {**os.environ, "TMPDIR": folder}  # of the compiler's own files
         running: list[subprocess.Popen[bytes]] = []
         objects: list[str] = []
         for name, own in sources.items():
             objects.append(f"{folder}/{len(objects)}.o")
             source = str(SOURCES / f"{name}.cpp")  # joined to an absolute path it is that path
             command = [linker[0], *_COMMON, *flags, *own, "-c", source, "-o", objects[-1]]
-            running.append(subprocess.Popen(command, stderr=subprocess.PIPE))
+            running.append(subprocess.Popen(command, stderr=subprocess.PIPE, env=environment))
         said = [(process.communicate()[1], process.returncode) for process in running]
         for text, code in said:
+            if code and _FULL in text:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target.parent))
             if code:
                 raise NoCompilerError(text.decode(errors="replace").strip())
         made = Path(folder, target.name)
         command = [*linker, *flags, *objects, "-pthread", "-o", str(made)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise NoCompilerError(result.stderr.strip())
+        linked = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment
+        )
+        if linked.returncode:
+            raise NoCompilerError(linked.stderr.strip())
         made.replace(target)

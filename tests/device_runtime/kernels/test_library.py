@@ -47,6 +47,21 @@ def test_failed_compilation_leaves_no_files(fresh, monkeypatch):
     assert not [path for path in fresh.rglob("*") if path.is_file() and path != broken]
 
 
+def test_a_compiler_writes_beside_the_library_and_a_full_disk_is_named(fresh, monkeypatch):
+    """Its own files are large, and /tmp may be small, full or read-only."""
+    full, seen = fresh / "full", fresh / "seen"
+    said = f"echo $TMPDIR >>{seen}; echo 'x.s: No space left on device' >&2"
+    full.write_text(f"#!/bin/sh\n{said}\nexit 1\n")
+    full.chmod(0o755)
+    monkeypatch.setenv("CXX", str(full))
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    with pytest.raises(EdgeLLMError, match="No space left on device") as caught:
+        library.library_path()
+    assert "XDG_CACHE_HOME" in str(caught.value.hint)
+    folders = set(seen.read_text().splitlines()[-2:])  # the first calls ask for its version
+    assert all(Path(each).is_relative_to(fresh / "edgellm/kernels") for each in folders)
+
+
 def test_a_cache_that_cannot_be_written_has_a_remedy(fresh):
     (fresh / "edgellm").write_text("a file where a folder belongs")
     with pytest.raises(EdgeLLMError, match="cannot be written") as caught:
