@@ -177,6 +177,23 @@ def can_write(folder: Path) -> bool:
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
 
 
+@contextlib.contextmanager
+def utf8_path(path: Path) -> Iterator[str]:
+    """A path for libraries that take file names as UTF-8, while the block runs.
+
+    A folder whose name is not UTF-8, by itself or by this process's locale, is opened, and the path
+    goes through its descriptor (Linux). The file's own name is ASCII.
+    """
+    if str(path).encode("utf-8", "replace") == os.fsencode(path):
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 # ---------------------------------------------------------------------------- disk space
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HINT = "free some space, or give a folder on another disk"

@@ -11,7 +11,7 @@ from pathlib import Path
 from edgellm.build.verify.check import largest_error
 from edgellm.build.verify.reference import Numbers
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.resources import forget, require_room, require_space
+from edgellm.core.resources import forget, require_room, require_space, utf8_path
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.runners.onnxruntime_graphs import (
     GraphOptions,
@@ -32,7 +32,9 @@ def _session(
     weights = lowered.with_suffix(".data").stat().st_size
     require_space(output.parent, weights)
     try:
-        return ort.InferenceSession(str(lowered), options, providers=["CPUExecutionProvider"])
+        with utf8_path(lowered) as source, utf8_path(output) as target:
+            options.optimized_model_filepath = target
+            return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # its errors have no type of their own, and no errno
         require_room(output.with_suffix(".data"), (_PACKED_TWICE if prepacks else 1) * weights)
         if re.search(r"fail\w* (to )?writ", str(error), re.IGNORECASE):
@@ -69,7 +71,6 @@ def optimize(
     options.log_severity_level = 3
     if own_kernels:
         register(options)
-    options.optimized_model_filepath = str(output)
     for key, value in (
         ("optimized_model_external_initializers_file_name", f"{output.stem}.data"),
         ("optimized_model_external_initializers_min_size_in_bytes", "1024"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.resources import private_folder, user_folder
+from edgellm.core.resources import private_folder, user_folder, utf8_path
 from edgellm.device_runtime.kernels.compile import (
     LIBRARY,
     NoCompilerError,
@@ -97,7 +97,8 @@ def register(options: ort.SessionOptions) -> None:
     """
     path = library_path()
     try:
-        options.register_custom_ops_library(str(path))
+        with utf8_path(path) as name:
+            options.register_custom_ops_library(name)
     except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
         raise EdgeLLMError(
             f"ONNX Runtime does not take the kernels: {str(error).splitlines()[0]}",

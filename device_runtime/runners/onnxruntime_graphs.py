@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.resources import utf8_path
 from edgellm.device_runtime.kernels.library import register
 from edgellm.device_runtime.runners.onnxruntime_import import ort
 
@@ -178,15 +179,17 @@ def _session(
     graph: Path | bytes, options: ort.SessionOptions, device: str, *, captures: bool = False
 ) -> ort.InferenceSession:
     recording = {"enable_cuda_graph": "1"} if captures and device == CUDA else {}
-    source, name = (graph, "the graph") if isinstance(graph, bytes) else (str(graph), graph)
+    name = "the graph" if isinstance(graph, bytes) else graph
+    opened = contextlib.nullcontext(graph) if isinstance(graph, bytes) else utf8_path(graph)
     try:
-        # `enable_fallback` would print, and silently compute on the CPU.
-        session = ort.InferenceSession(
-            source,
-            options,
-            providers=[(_PROVIDERS[device], {**_PROVIDER_OPTIONS[device], **recording})],
-            enable_fallback=0,
-        )
+        with opened as source:
+            # `enable_fallback` would print, and silently compute on the CPU.
+            session = ort.InferenceSession(
+                source,
+                options,
+                providers=[(_PROVIDERS[device], {**_PROVIDER_OPTIONS[device], **recording})],
+                enable_fallback=0,
+            )
     except Exception as error:  # noqa: BLE001 - the classes are private to the extension module
         raise BrokenArtifactError(
             f"ONNX Runtime {ort.__version__} cannot load {name}: {str(error).splitlines()[0]}",

@@ -20,6 +20,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     RequestError,
 )
+from edgellm.core.resources import utf8_path
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.request_faults import described
 from edgellm.device_runtime.text.plain_text import CUT, PlainText, without_marks
@@ -57,7 +58,8 @@ class ChatTokenizer:
         """
         path = folder / "tokenizer.json"
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            with utf8_path(path) as name:
+                self._tokenizer = Tokenizer.from_file(name)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise BrokenArtifactError(
                 f"{path} cannot be read: {error}", hint="build the engine again"
