@@ -16,6 +16,11 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+_NO_LINK = (
+    "{0} is no link to the repository, since git has core.symlinks=false; an editable install "
+    "needs it: ln -sfn .. {0} (pip install . needs no link)"
+)
+
 
 def _compile_module() -> ModuleType:
     """compile.py by its path: the package is not installed while it is built."""
@@ -31,7 +36,14 @@ class KernelHook(BuildHookInterface):
     """The build hook in `tool.hatch.build.targets.wheel.hooks.custom`."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and tag the wheel with this platform, for any Python."""
+        """Compile, and tag the wheel with this platform, for any Python.
+
+        Raises:
+            NotADirectoryError: git wrote the link of an editable install as a file.
+        """
+        link = Path(self.root, ".src", "edgellm")
+        if version == "editable" and not link.is_dir():
+            raise NotADirectoryError(_NO_LINK.format(link))
         compiling = _compile_module()
         cxx = compiling.compiler()
         if version == "editable" or cxx is None or os.environ.get("EDGELLM_KERNELS") == "0":

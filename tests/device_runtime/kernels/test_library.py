@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,22 @@ def test_a_wheel_carries_the_kernels(tmp_path, monkeypatch):
             f"{ort_headers}/onnxruntime_c_api.h",
             f"{ort_headers}/LICENSE",
         } <= set(names)
+
+
+def test_an_editable_install_needs_the_link_that_git_may_have_written_as_a_file(tmp_path):
+    """With core.symlinks=false; `import edgellm` failed after an install without an error."""
+    pytest.importorskip("hatchling")
+    from edgellm.device_runtime.kernels.hatch_hook import KernelHook
+
+    link = tmp_path / ".src/edgellm"
+    link.parent.mkdir()
+    link.write_text("..")
+    given: list[Any] = [str(tmp_path), {}, None, None, str(tmp_path), "wheel"]
+    with pytest.raises(NotADirectoryError, match="ln -sfn"):
+        KernelHook(*given).initialize("editable", {})
+    link.unlink()
+    link.symlink_to("..")
+    KernelHook(*given).initialize("editable", {})
 
 
 CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
