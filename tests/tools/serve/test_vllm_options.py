@@ -151,6 +151,16 @@ def test_bad_words_are_not_in_the_output(client, server):
     word = chat.create(messages=turns, **asked).choices[0].message.content.split()[2]
     found = chat.create(messages=turns, extra_body={"bad_words": [word]}, **asked)
     assert word not in found.choices[0].message.content.split()
+    user, limit = {"role": "user", "content": "w20 w30"}, {"max_tokens": 24, "temperature": 0}
+    options = {"num_predict": 24, "temperature": 0, "bad_words": [word]}
+    for path, body in (
+        ("/v1/responses", {"input": "w20 w30", "max_output_tokens": 24, "temperature": 0}),
+        ("/v1/messages", {"messages": [user], **limit}),
+        ("/api/chat", {"model": "tiny", "messages": [user], "stream": False, "options": options}),
+    ):
+        own = {} if "options" in body else {"bad_words": [word]}
+        status, found = server.json(path, {**body, **own})
+        assert (status, word in json.dumps(found)) == (200, False), found
     parameters = {"bad_words": [word], "max_tokens": 24, "temperature": 0}
     body = {"text_input": turns[0]["content"], "parameters": parameters}
     assert server.json("/v2/models/tiny/generate", body)[0] == 200

@@ -14,12 +14,7 @@ from edgellm.device_runtime.engine.template_flags import (
     can_think,
     require_known,
 )
-from edgellm.device_runtime.sampling.params import (
-    LARGEST_BIAS,
-    MAX_STOPS,
-    Guide,
-    SamplingParams,
-)
+from edgellm.device_runtime.sampling.params import Guide, SamplingParams
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.response_format import Body, Formed
@@ -28,6 +23,7 @@ from edgellm.tools.serve.schemas.sampling import (
     AnySeed,
     SamplingForm,
     Temperature,
+    TokenId,
     TopK,
 )
 from edgellm.tools.serve.schemas.tools import Tool, Tooled
@@ -43,12 +39,9 @@ WITHOUT_EFFECT = (
 
 # Clients send unused options with their neutral value, which is accepted.
 _One = Annotated[int, Field(ge=1, le=1)] | None
-_IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-_Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 MAX_FRAMES = 768
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-BadWords = Annotated[list[str], Field(max_length=MAX_STOPS)]
+Priority = Annotated[int, Field(ge=0, le=100)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
 
 
@@ -82,11 +75,7 @@ class Sampled(_Sampling):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     stop: Stop | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    logit_bias: dict[_IdName, _Bias] | None = None
-    # vLLM's extensions.
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    bad_words: BadWords | None = None
-    priority: Annotated[int, Field(ge=0, le=100)] | None = None  # 0, the default, is the highest
+    priority: Priority | None = None  # vLLM's; 0, the default, is the highest
     # These identify the user, and do not change the output.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -114,21 +103,14 @@ class Sampled(_Sampling):
         self, engine: GenerationDefaults, num_logprobs: int | None, guide: Guide | None
     ) -> SamplingParams:
         """Sampling options; OpenAI's defaults are temperature 1 and the whole vocabulary."""
-        return FORM.params(
-            self,
-            engine,
-            self._defaults,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            bad_words=tuple(self.bad_words or ()),
-            guide=guide,
-            num_logprobs=num_logprobs,
-        )
+        more = {"guide": guide, "num_logprobs": num_logprobs}
+        return FORM.params(self, engine, self._defaults, **more)
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The tokens that end the output and are not part of it."""
-        own = () if FORM.given(self).get("ignore_eos") else eos_token_ids
-        return frozenset(self.stop_token_ids or ()).union(own)
+        given = FORM.given(self)
+        own = () if given.get("ignore_eos") else eos_token_ids
+        return frozenset(given.get("stop_token_ids", ())).union(own)
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""

@@ -1,4 +1,4 @@
-"""Sampling options in requests: each protocol derives its fields from `OPTIONS`."""
+"""Sampling options in requests: each protocol derives its fields from `OPTIONS`, and `LISTS`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,29 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, create_model
 
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
-from edgellm.device_runtime.sampling.params import OPTIONS, SamplingParams
+from edgellm.device_runtime.sampling.params import (
+    LARGEST_BIAS,
+    MAX_STOPS,
+    OPTIONS,
+    SamplingParams,
+)
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopK = Annotated[int, Field(ge=-1)]  # vLLM's; -1 and 0 keep all tokens
 AnySeed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+BadWords = Annotated[list[str], Field(max_length=MAX_STOPS)]
+_IdName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+# Options of `SamplingParams` that are lists or objects: type in JSON, description.
+LISTS: Mapping[str, tuple[Any, str]] = {
+    "logit_bias": (dict[_IdName, _Bias], "Is added to the logits, by token id."),
+    "stop_token_ids": (
+        Annotated[list[TokenId], Field(max_length=MAX_STOPS)],
+        "Further tokens that end the output.",
+    ),
+    "bad_words": (BadWords, "Texts that the output does not contain."),
+}
 ModelT = TypeVar("ModelT", bound=BaseModel)
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}  # samples from the model's distribution
 GREEDY = {**NEUTRAL, "temperature": 0.0}
@@ -44,11 +62,14 @@ class SamplingForm:
                 bounds["allow_inf_nan"] = False
             kind = self.types.get(one.name, Annotated[one.kind, Field(**bounds)])
             fields[self.name(one.name)] = (kind | None, Field(None, description=one.doc))
+        for option, (kind, doc) in LISTS.items():
+            kind = self.types.get(option, kind)
+            fields[self.name(option)] = (kind | None, Field(None, description=doc))
         return create_model(f"{base.__name__}Sampling", __base__=base, **fields)
 
     def given(self, body: BaseModel) -> dict[str, Any]:
         """Options of a request that are not null, by their names in `SamplingParams`."""
-        values = {option: getattr(body, self.name(option)) for option in OPTIONS}
+        values = {option: getattr(body, self.name(option)) for option in (*OPTIONS, *LISTS)}
         return {option: value for option, value in values.items() if value is not None}
 
     def params(
@@ -60,11 +81,15 @@ class SamplingForm:
             body: the request.
             engine: defaults of the engine and the server.
             own: the protocol's defaults.
-            more: values that take precedence, and parameters that are not in `OPTIONS`.
+            more: values that take precedence, and other parameters.
         """
         values = {**self.given(body), **more}
         if "top_k" in values:
             values["top_k"] = max(values["top_k"], 0)
         if "seed" in values:
             values["seed"] %= 2**63
+        biases = values.get("logit_bias", {})
+        values["logit_bias"] = {int(token): bias for token, bias in biases.items()}
+        for option in ("stop_token_ids", "bad_words"):
+            values[option] = tuple(values.get(option, ()))
         return engine.params(values, own)

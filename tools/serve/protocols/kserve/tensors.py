@@ -32,12 +32,15 @@ _KINDS = {bool: "BOOL", int: "INT32", float: "FP32"}
 INPUTS = {
     "text_input": "BYTES", "max_tokens": "INT32", "stream": "BOOL",
     **{FORM.name(one.name): _KINDS[one.kind] for one in OPTIONS.values()}, "random_seed": "UINT64",
-    "stop_words": "BYTES", "bad_words": "BYTES", "end_id": "INT32", "pad_id": "INT32",
+    "stop_words": "BYTES", "bad_words": "BYTES", "stop_token_ids": "INT32", "logit_bias": "BYTES",
+    "end_id": "INT32", "pad_id": "INT32",
     "beam_width": "INT32", "return_log_probs": "BOOL", "exclude_input_in_output": "BOOL",
     "sampling_parameters": "BYTES", "return_finish_reason": "BOOL",
 }  # fmt: skip
 OUTPUTS = {"text_output": "BYTES", "finish_reason": "BYTES"}
-_LISTS = ("stop_words", "bad_words")
+_PREFIX = "sampling_param_"
+_LISTS = ("stop_words", "bad_words", "stop_token_ids", "stop")
+_OBJECTS = ("logit_bias",)  # JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,29 +103,32 @@ def request_of(tensors: Iterable[Tensor], request_id: str) -> GenerateRequest:
             raise ApiError(400, f"the input {tensor.name!r} is there twice", param="inputs")
         body[tensor.name] = _plain(tensor)
     if (text := body.pop("sampling_parameters", None)) is not None:
-        body["parameters"] = _parameters(text)
+        body["parameters"] = _object("sampling_parameters", text)
     return GenerateRequest.model_validate(body)
 
 
 def _plain(tensor: Tensor) -> Any:
-    if tensor.name in _LISTS or tensor.name == "sampling_param_stop":
+    name = tensor.name.removeprefix(_PREFIX)
+    if name in _LISTS:
         return list(tensor.values)
     if len(tensor.values) != 1:
         raise ApiError(
             400, f"{tensor.name}: one value, not {len(tensor.values)}", param=tensor.name
         )
+    if name in _OBJECTS:
+        return _object(tensor.name, tensor.values[0])
     return tensor.values[0]
 
 
-def _parameters(text: Any) -> dict[str, Any]:
-    """Parameters of vLLM from a JSON string; numbers may be strings."""
+def _object(name: str, text: Any) -> dict[str, Any]:
+    """An object from a JSON string; numbers may be strings."""
     try:
         found = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ApiError(400, f"sampling_parameters: not JSON: {error}") from None
+        raise ApiError(400, f"{name}: not JSON: {error}", param=name) from None
     if not isinstance(found, dict):
-        raise ApiError(400, "sampling_parameters: not an object of JSON")
-    return {name: _number(value) for name, value in found.items()}
+        raise ApiError(400, f"{name}: not an object of JSON", param=name)
+    return {key: _number(value) for key, value in found.items()}
 
 
 def _number(value: Any) -> Any:

@@ -15,8 +15,9 @@ from edgellm.tools.serve.engines.ask import EmbeddingJob
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
-from edgellm.tools.serve.schemas.openai import MAX_PROMPTS, TokenId
+from edgellm.tools.serve.schemas.openai import MAX_PROMPTS
 from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.sampling import TokenId
 
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _Event = dict[str, Any]

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.schemas.history import Earlier
-from edgellm.tools.serve.schemas.openai import FORM, ChatRequest
+from edgellm.tools.serve.schemas.openai import FORM, ChatRequest, Priority, Stop
 from edgellm.tools.serve.schemas.response_format import AnyJson, Body, FreeText
 from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
@@ -241,6 +241,9 @@ class ResponsesRequest(_Sampling):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
+    # vLLM's extensions.
+    stop: Stop | None = None
+    priority: Priority | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -268,6 +271,8 @@ class ResponsesRequest(_Sampling):
             "messages": self._messages(),
             "stream": self.stream,
             "max_tokens": self.max_output_tokens,
+            "stop": self.stop,
+            "priority": self.priority,
             **FORM.given(self),
             "service_tier": self.service_tier,
             "parallel_tool_calls": self.parallel_tool_calls,

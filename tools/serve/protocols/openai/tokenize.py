@@ -13,8 +13,9 @@ from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.protocols.openai.chat import messages_of
-from edgellm.tools.serve.schemas.openai import Message, Templated, TokenId
+from edgellm.tools.serve.schemas.openai import Message, Templated
 from edgellm.tools.serve.schemas.response_format import Body
+from edgellm.tools.serve.schemas.sampling import TokenId
 from edgellm.tools.serve.schemas.tools import Tool
 from edgellm.tools.serve.settings import ImageRules
 

@@ -8,9 +8,16 @@ from pydantic import Field, field_validator
 
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.sampling.params import SamplingParams
-from edgellm.tools.serve.schemas.openai import BadWords, Stop, TokenId, words
+from edgellm.tools.serve.schemas.openai import Stop
 from edgellm.tools.serve.schemas.response_format import Body
-from edgellm.tools.serve.schemas.sampling import GREEDY, NEUTRAL, SamplingForm, Temperature
+from edgellm.tools.serve.schemas.sampling import (
+    GREEDY,
+    NEUTRAL,
+    BadWords,
+    SamplingForm,
+    Temperature,
+    TokenId,
+)
 
 _SHARED = ("stream", "exclude_input_in_output")  # also fields of vLLM's backend
 
@@ -22,6 +29,7 @@ FORM = SamplingForm(
         "temperature": Temperature,
         "top_p": Annotated[float, Field(ge=0, le=1)],  # 0: no limit
         "seed": _Seed,
+        "bad_words": str | BadWords,
     },
 )
 _Sampling = FORM.model(Body)
@@ -35,7 +43,6 @@ class EnsembleParameters(_Sampling):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: _Seed | None = None  # also `random_seed`
     stop_words: Stop | None = None
-    bad_words: str | BadWords | None = None
     end_id: TokenId | None = None
     pad_id: TokenId | None = None  # without effect: batches have no padding
     # Only the default values are supported.
@@ -46,7 +53,7 @@ class EnsembleParameters(_Sampling):
     return_context_logits: Literal[False] | None = None
     return_generation_logits: Literal[False] | None = None
 
-    @field_validator("stop_words", "bad_words")
+    @field_validator("stop_words", FORM.name("bad_words"))
     @classmethod
     def _without_empty(cls, value: Any) -> Any:
         """Remove empty words; `""` means none."""
@@ -66,6 +73,5 @@ class EnsembleParameters(_Sampling):
         if "seed" not in given and self.seed is not None:
             more["seed"] = self.seed
         if self.end_id is not None:
-            more["stop_token_ids"] = (self.end_id,)
-        more["bad_words"] = words(self.bad_words)
+            more["stop_token_ids"] = [*given.get("stop_token_ids", ()), self.end_id]
         return FORM.params(self, engine, NEUTRAL if samples else GREEDY, **more)

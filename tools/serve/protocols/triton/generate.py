@@ -12,14 +12,14 @@ from pydantic import Field
 
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import Step
-from edgellm.device_runtime.sampling.params import MAX_STOPS, SamplingParams
+from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
 from edgellm.tools.serve.output.usage import acceptance
 from edgellm.tools.serve.protocols.triton.ensemble import EnsembleParameters
-from edgellm.tools.serve.schemas.openai import BadWords, Stop, TokenId, words
+from edgellm.tools.serve.schemas.openai import Stop, words
 from edgellm.tools.serve.schemas.response_format import Body
 from edgellm.tools.serve.schemas.sampling import GREEDY, NEUTRAL, SamplingForm, Temperature, TopK
 
@@ -39,14 +39,10 @@ class VllmParameters(_VllmSampling):
     exclude_input_in_output: bool | None = None
     max_tokens: _Maximum | None = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
-    bad_words: BadWords | None = None
 
     def sampling(self, engine: GenerationDefaults) -> SamplingParams:
         """The sampling options; `engine`: defaults of the engine and the server."""
-        ends = tuple(self.stop_token_ids or ())
-        bad_words = words(self.bad_words)
-        return _VLLM.params(self, engine, NEUTRAL, stop_token_ids=ends, bad_words=bad_words)
+        return _VLLM.params(self, engine, NEUTRAL)
 
 
 class GenerateRequest(_TensorRTSampling):
