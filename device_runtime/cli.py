@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.request_files.outputs import Outputs
-    from edgellm.device_runtime.request_files.request_file import Options
-    from edgellm.device_runtime.request_files.resume import FinishedRequest, UnfinishedRun
+    from edgellm.device_runtime.request_files.request_file import Options, OutputIndex
+    from edgellm.device_runtime.request_files.resume import FinishedOutput, UnfinishedRun
     from edgellm.device_runtime.speculate.options import SpecOptions
 
 app = App()
@@ -88,7 +88,8 @@ def llm_inference(flags: InferenceFlags, spec_flags: SpecFlags, sampling_flags: 
         typer.echo(json.dumps(profile.as_json(), indent=4))
     responses = [answered.response for answered in run.in_order()]
     for response in responses if flags.dump_output else ():
-        typer.echo(f"[{response['request_idx']}] {response['output_text']}")
+        choice = f".{response['choice_idx']}" if "choice_idx" in response else ""
+        typer.echo(f"[{response['request_idx']}{choice}] {response['output_text']}")
     size = min(options.batch_size, llm.batch_size)
     line, failed = _summary(responses, profile, flags.output_file, size)
     typer.echo(line, err=flags.prompts is not None)  # standard output has the texts alone
@@ -183,40 +184,44 @@ def _run(
     llm: LLM, options: Options, requests: list[Any], warmup: int, outputs: Outputs,
     run: UnfinishedRun, *, stream: bool,
 ) -> Profile:  # fmt: skip
-    """Run the requests that `run` lacks; return the times of all requests."""
+    """Run the requests whose outputs `run` lacks; return the times of all of them."""
     from edgellm.device_runtime.engine.profile import Profile
     from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
     from edgellm.device_runtime.request_files.responses import run_request
 
-    left = _left(requests, run)
+    left = _left(options, requests, run)
+    total = len(run.answered) + len(left)
     if run.answered and left:
-        progress = f"resuming with request {left[0]} of {len(requests)}"
+        progress = f"resuming with request {left[0].request} of {len(requests)}"
         typer.echo(f"{progress}; {len(run.answered)} are finished", err=True)
     for _ in range(warmup if left else 0):
         run_request(llm, options, requests[0], 0, Profile(), lambda *_: None)
     try:
         with (
-            _progress(len(requests), len(run.answered), hidden=stream) as advance,
+            _progress(total, len(run.answered), hidden=stream) as advance,
             HeldInterrupts() as held,
         ):
             for answered in _run_all(llm, options, requests, run, outputs, held, stream=stream):
                 run.add(answered)
-                _report(answered.index, answered.response, outputs.source)
+                _report(answered.index.request, answered.response, outputs.source)
                 advance()
     except KeyboardInterrupt:
         if run.answered:
             outputs.write(run, _times(run))
         raise
     finally:
-        if run.answered and len(run.answered) < len(requests):
-            _print_resume_command(run, len(requests))
+        if run.answered and len(run.answered) < total:
+            _print_resume_command(run, total)
     return _times(run)
 
 
-def _left(requests: list[Any], run: UnfinishedRun) -> list[int]:
-    """Indices of the requests that are not finished; failed ones count as finished."""
+def _left(options: Options, requests: list[Any], run: UnfinishedRun) -> list[OutputIndex]:
+    """Places of the outputs that are not finished; failed ones count as finished."""
+    from edgellm.device_runtime.request_files.request_file import outputs_of
+
     done = {answered.index for answered in run.answered}
-    return [index for index in range(len(requests)) if index not in done]
+    wanted = (outputs_of(options, raw, index) for index, raw in enumerate(requests))
+    return [place for places in wanted for place in places if place not in done]
 
 
 def _times(run: UnfinishedRun) -> Profile:
@@ -243,59 +248,59 @@ def _print_resume_command(run: UnfinishedRun, total: int) -> None:
 def _run_all(
     llm: LLM, options: Options, requests: list[Any], run: UnfinishedRun, outputs: Outputs,
     held: HeldInterrupts, *, stream: bool,
-) -> Iterator[FinishedRequest]:  # fmt: skip
-    """Outputs of the requests that `run` lacks, as they finish, in batches of `batch_size`."""
+) -> Iterator[FinishedOutput]:  # fmt: skip
+    """Outputs that `run` lacks, as they finish, in batches of `batch_size`."""
     from edgellm.device_runtime.request_files.responses import run_requests
-    from edgellm.device_runtime.request_files.resume import FinishedRequest
+    from edgellm.device_runtime.request_files.resume import FinishedOutput
     from edgellm.device_runtime.request_files.tree_log import TreeLog
 
-    left = _left(requests, run)
-    trees = {index: TreeLog(llm.tokenizer) for index in left}
+    left = _left(options, requests, run)
+    trees = {place: TreeLog(llm.tokenizer) for place in left}
     printer = _Printer(left)
 
-    def show(index: int, step: Step) -> None:
+    def show(place: OutputIndex, step: Step) -> None:
         if stream:
             with held.at_once():  # a pipe may be full
-                printer.add(index, step.text)
+                printer.add(place, step.text)
         if outputs.trees is not None:
-            trees[index].add(step)
+            trees[place].add(step)
 
     size = min(options.batch_size, llm.batch_size)
     if size < options.batch_size:
         typer.echo(
             f"note: the engine's batch size is {size}; build it with --maxBatchSize", err=True
         )
-    raws = ((index, requests[index]) for index in left)
-    for response, profile in run_requests(llm, options, raws, show, size, held):
-        index = response["request_idx"]
-        yield FinishedRequest(response, profile, trees.pop(index).rounds)
+    wanted = ((place, requests[place.request]) for place in left)
+    for response, profile in run_requests(llm, options, wanted, show, size, held):
+        finished = FinishedOutput(response, profile)
+        yield dataclasses.replace(finished, rounds=trees.pop(finished.index).rounds)
         if stream:
-            printer.end(index)
+            printer.end(finished.index)
 
 
 class _Printer:
-    """Prints the texts of requests in their order; later ones are buffered."""
+    """Prints texts of outputs in their order; later ones are buffered."""
 
-    def __init__(self, indices: list[int]) -> None:
-        self._texts = dict.fromkeys(indices, "")  # not printed yet
-        self._ended: set[int] = set()
+    def __init__(self, places: list[OutputIndex]) -> None:
+        self._texts = dict.fromkeys(places, "")  # not printed yet
+        self._ended: set[OutputIndex] = set()
 
-    def add(self, index: int, text: str) -> None:
-        self._texts[index] += text
+    def add(self, place: OutputIndex, text: str) -> None:
+        self._texts[place] += text
         self._flush()
 
-    def end(self, index: int) -> None:
-        self.add(index, "\n")
-        self._ended.add(index)
+    def end(self, place: OutputIndex) -> None:
+        self.add(place, "\n")
+        self._ended.add(place)
         self._flush()
 
     def _flush(self) -> None:
-        for index in list(self._texts):
-            _print(self._texts[index])
-            self._texts[index] = ""
-            if index not in self._ended:
+        for place in list(self._texts):
+            _print(self._texts[place])
+            self._texts[place] = ""
+            if place not in self._ended:
                 return
-            del self._texts[index]
+            del self._texts[place]
 
 
 def _report(index: int, response: dict[str, Any], source: Path | None) -> None:

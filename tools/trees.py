@@ -169,12 +169,18 @@ def summarize(rounds: Sequence[dict[str, Any]]) -> Summary:
     )
 
 
+def _label(request: dict[str, Any], place: int) -> int | str:
+    """Index of a request, and of its output if there are several."""
+    index, choice = request.get("request_idx", place), request.get("choice_idx")
+    return index if choice is None else f"{index}.{choice}"
+
+
 def render(content: dict[str, Any]) -> str:
     """Return the HTML page of a tree file's content, as returned by `read_trees`."""
     names = ("emitted", *_OF_A_TREE)
     requests = [
         {
-            "index": request.get("request_idx", place),
+            "index": _label(request, place),
             "summary": asdict(summarize(request["rounds"])),
             "rounds": [
                 {name: found[name] for name in names if name in found}

@@ -36,7 +36,7 @@ class Outputs:
             raise EdgeLLMError("the outputs, the profile and the trees must go to different files")
 
     def write(self, run: UnfinishedRun, profile: Profile) -> None:
-        """Write the files for the finished requests."""
+        """Write the files for the finished outputs."""
         found = run.in_order()
         responses = [answered.response for answered in found]
         source = None if self.source is None else str(self.source)
@@ -44,8 +44,7 @@ class Outputs:
             _write_json(self.answers, {"input_file": source, "responses": responses})
         if self.trees is not None:
             rounds = {answered.index: answered.rounds for answered in found}
-            every = [rounds.get(index, []) for index in range(max(rounds, default=-1) + 1)]
-            _write_json(self.trees, trees_as_json(source or "--prompt", every))
+            _write_json(self.trees, trees_as_json(source or "--prompt", rounds))
         if self.profile is not None:
             _write_json(self.profile, profile.as_json())
 

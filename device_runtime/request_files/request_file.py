@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -27,6 +27,7 @@ _ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
 Role = Literal["system", "user", "assistant", "tool"]
 ContentKind = Literal["text", "image", "audio", "video"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Bias = Annotated[float, msgspec.Meta(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
 LogitBias = Annotated[  # by token id; JSON's keys are strings
     dict[Annotated[int, msgspec.Meta(ge=0)], Bias], msgspec.Meta(max_length=MAX_BIASES)
@@ -139,6 +140,7 @@ class Options(_Sampling, kw_only=True, forbid_unknown_fields=True):
     """Top-level options of the file; a request may override most of them."""
 
     batch_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    n: Choices = 1  # outputs of each request; they differ by their seeds
     max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     apply_chat_template: bool = True
     add_generation_prompt: bool | None = None  # None: unless the last message is continued
@@ -160,6 +162,7 @@ class Request(_Sampling, kw_only=True, forbid_unknown_fields=True):
     save_system_prompt_kv_cache: bool = False  # pins its prefix for all later requests
     disable_spec_decode: bool = False
     lora_name: str | None = None  # of `available_lora_weights`; None: the base alone
+    n: Choices | None = None
     max_generate_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
     apply_chat_template: bool | None = None
     add_generation_prompt: bool | None = None
@@ -204,6 +207,36 @@ def sampling_of(
     if greedy:
         values["temperature"] = 0.0
     return (defaults or GenerationDefaults()).params(values)
+
+
+class OutputIndex(NamedTuple):
+    """Place of an output: index of its request in the file, and its own if there are several."""
+
+    request: int
+    choice: int | None = None
+
+    def head(self) -> dict[str, int]:
+        """The first fields of its response."""
+        choice = {} if self.choice is None else {"choice_idx": self.choice}
+        return {"request_idx": self.request, **choice}
+
+
+def outputs_of(options: Options, raw: Any, index: int) -> list[OutputIndex]:
+    """Places of the outputs of a request; a malformed request has one, its error.
+
+    Args:
+        options: the file's.
+        raw: the request as parsed JSON.
+        index: its index in the file.
+    """
+    own = raw.get("n") if isinstance(raw, dict) else None
+    if (options.n if own is None else own) == 1:
+        return [OutputIndex(index)]
+    try:
+        count = parse_request(raw, index).n or options.n
+    except RequestError:
+        count = 1
+    return [OutputIndex(index, at if count > 1 else None) for at in range(count)]
 
 
 _PARTS: dict[str, type[msgspec.Struct]] = {  # objects in requests, by the field that holds them

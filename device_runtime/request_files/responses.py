@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.core.errors import (
@@ -23,12 +23,13 @@ from edgellm.device_runtime.request_files.request_file import (
     ContentItem,
     Message,
     Options,
+    OutputIndex,
     Request,
     parse_request,
     sampling_of,
 )
 
-OnStep = Callable[[int, Step], None]  # request index, new step
+OnStep = Callable[[OutputIndex, Step], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +48,18 @@ def start_request(
     raw: Any,
     index: int,
     *,
+    choice: int = 0,
     greedy: bool = False,
     speculative: bool = True,
 ) -> Started:
-    """Check and format one request of a file.
+    """Check and format one request of a file, for one output.
 
     Args:
         llm: the engine.
         options: the file's.
         raw: the request as parsed JSON.
         index: its index in the file.
+        choice: index of the output; it is added to the seed.
         greedy: decode greedily, overriding the request.
         speculative: False decodes plainly, overriding the request.
 
@@ -77,13 +80,16 @@ def start_request(
         )
     messages = [_message(message, items) for message, items in turns]
     system, text = _format(llm, own, messages)
+    sampling = sampling_of(own, llm.defaults, greedy=greedy)
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + choice) % 2**63)
     answer = llm.generate_text(
         GenerationRequest(
             text=text,
             images=images,
             add_special_tokens=not own.apply_chat_template,
             continues=own.apply_chat_template and continuation.goes_on(messages, _ending(own)),
-            sampling=sampling_of(own, llm.defaults, greedy=greedy),
+            sampling=sampling,
             max_generate_length=own.max_generate_length,
             stop=[own.stop] if isinstance(own.stop, str) else own.stop,
             speculative=speculative and not request.disable_spec_decode,
@@ -103,7 +109,7 @@ def _message(message: Message, items: list[ContentItem]) -> dict[str, Any]:
 def run_request(
     llm: LLM, options: Options, raw: Any, index: int, profile: Profile, on_step: OnStep
 ) -> dict[str, Any]:
-    """Run one request of a file; as `run_requests`.
+    """Run one request of a file, for one output; as `run_requests`.
 
     Args:
         llm: the engine.
@@ -113,7 +119,8 @@ def run_request(
         profile: receives the times.
         on_step: called with every step.
     """
-    ((response, times),) = run_requests(llm, options, [(index, raw)], on_step)
+    wanted = [(OutputIndex(index), raw)]
+    ((response, times),) = run_requests(llm, options, wanted, on_step)
     profile.add(times)
     return response
 
@@ -121,7 +128,7 @@ def run_request(
 def run_requests(
     llm: LLM,
     options: Options,
-    raws: Iterable[tuple[int, Any]],
+    wanted: Iterable[tuple[OutputIndex, Any]],
     on_step: OnStep,
     batch_size: int = 1,
     held: HeldInterrupts | None = None,
@@ -131,9 +138,9 @@ def run_requests(
     Args:
         llm: the engine.
         options: the file's.
-        raws: indices in the file, and the requests as parsed JSON.
+        wanted: places of the outputs, and their requests as parsed JSON.
         on_step: called with every step.
-        batch_size: requests at a time.
+        batch_size: outputs at a time.
         held: interrupts that wait for the end of a forward pass; None: they do not wait.
 
     Yields:
@@ -144,10 +151,10 @@ def run_requests(
     refused: deque[_Place] = deque()
 
     def answers() -> Iterator[RequestOutput]:
-        for index, raw in raws:
-            place = _Place(index)
+        for index, raw in wanted:
+            place, choice = _Place(index), index.choice or 0
             with Confined(place.fail), nullcontext() if held is None else held.at_once():
-                place.started = start_request(llm, options, raw, index)
+                place.started = start_request(llm, options, raw, index.request, choice=choice)
             if place.started is None:
                 refused.append(place)
             else:
@@ -176,7 +183,7 @@ def _results(places: deque[_Place]) -> Iterator[tuple[dict[str, Any], Profile]]:
 class _Place:
     """State of a running request."""
 
-    index: int
+    index: OutputIndex
     started: Started | None = None  # None: it was rejected
     error: EdgeLLMError | None = None  # that ended it
 
@@ -186,7 +193,7 @@ class _Place:
 
     def result(self) -> tuple[dict[str, Any], Profile]:
         """The response object, and the times."""
-        head: dict[str, Any] = {"request_idx": self.index, "batch_idx": 0}
+        head: dict[str, Any] = {**self.index.head(), "batch_idx": 0}
         if self.started is None:
             return {"output_text": "", **head, **self._failed()}, Profile()
         answer = self.started.answer

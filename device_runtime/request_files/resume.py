@@ -1,7 +1,7 @@
 """Resuming an interrupted run of `llm_inference`: finished outputs in a log with its output file.
 
-The first line holds the settings. Each further line holds the output, times and trees of one
-finished request, in the order of finishing.
+The first line holds the settings. Each further line holds one finished output with its times and
+trees, in the order of finishing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from edgellm.core.file_lock import hold
 from edgellm.core.strict_json import parse
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.request_files.append_log import Journal
-from edgellm.device_runtime.request_files.request_file import Options
+from edgellm.device_runtime.request_files.request_file import Options, OutputIndex
 
 _SYNC_EVERY_S = 1.0
 _BEGIN = b'{"kind": "unfinished run of llm_inference", '
@@ -39,33 +39,33 @@ _SETTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedRequest:
-    """One request's part of the output files of a run."""
+class FinishedOutput:
+    """One output's part of the output files of a run."""
 
     response: dict[str, Any]
     profile: Profile
     rounds: list[dict[str, Any]] = field(default_factory=list)  # of its tree log
 
     @property
-    def index(self) -> int:
-        """The request's index in the file."""
-        return self.response["request_idx"]
+    def index(self) -> OutputIndex:
+        """Its place."""
+        return OutputIndex(self.response["request_idx"], self.response.get("choice_idx"))
 
 
 @dataclass(slots=True)
 class UnfinishedRun:
-    """Finished requests, in the order of finishing; extended during the run."""
+    """Finished outputs, in the order of finishing; extended during the run."""
 
     path: Path | None  # None: the outputs are not saved
-    answered: list[FinishedRequest]
+    answered: list[FinishedOutput]
     _journal: Journal | None
 
-    def in_order(self) -> list[FinishedRequest]:
+    def in_order(self) -> list[FinishedOutput]:
         """The same in the order of the requests."""
         return sorted(self.answered, key=lambda one: one.index)
 
-    def add(self, answered: FinishedRequest) -> None:
-        """Append a finished request; it is in the file, if any, when this returns."""
+    def add(self, answered: FinishedOutput) -> None:
+        """Append a finished output; it is in the file, if any, when this returns."""
         if self._journal is not None:
             self._journal.append(json.dumps(dataclasses.asdict(answered)).encode())
         self.answered.append(answered)
@@ -173,11 +173,11 @@ def _compare(path: Path, begun: Mapping[str, Any], settings: Mapping[str, Any]) 
             )
 
 
-def _read(path: Path, number: int, line: bytes) -> FinishedRequest:
+def _read(path: Path, number: int, line: bytes) -> FinishedOutput:
     try:
         raw = parse(line)
         rounds = [RoundCounts(**counts) for counts in raw["profile"].pop("rounds")]
-        return FinishedRequest(
+        return FinishedOutput(
             raw["response"], Profile(**raw["profile"], rounds=rounds), raw["rounds"]
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.request_files.request_file import OutputIndex
 from edgellm.device_runtime.speculate.acceptance import Round
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 
 @dataclass(slots=True)
 class TreeLog:
-    """The rounds of one request, if it was speculated."""
+    """The rounds of one output, if it was speculated."""
 
     tokenizer: ChatTokenizer
     rounds: list[dict[str, Any]] = field(default_factory=list)
@@ -47,11 +48,11 @@ def tree_as_json(found: Round, tokenizer: ChatTokenizer) -> dict[str, Any]:
     }
 
 
-def trees_as_json(input_file: str, rounds: Sequence[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Content of the file; `rounds` holds those of every request in order."""
+def trees_as_json(
+    input_file: str, rounds: Mapping[OutputIndex, list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """Content of the file; `rounds` holds those of every output in order."""
     return {
         "input_file": input_file,
-        "requests": [
-            {"request_idx": index, "rounds": found} for index, found in enumerate(rounds) if found
-        ],
+        "requests": [{**place.head(), "rounds": found} for place, found in rounds.items() if found],
     }

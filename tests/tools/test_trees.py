@@ -16,6 +16,7 @@ from html_pages import Page
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.request_files.request_file import OutputIndex
 from edgellm.device_runtime.request_files.tree_log import TreeLog, trees_as_json
 from edgellm.device_runtime.speculate.acceptance import Round
 from edgellm.device_runtime.speculate.tree import Tree
@@ -146,7 +147,8 @@ def test_tree_files_of_the_runtime_are_valid(tmp_path):
     plain = TreeLog(Tokenizer())  # type: ignore[arg-type]
     plain.add(Step((5,), "plain"))
     path = tmp_path / "trees.json"
-    path.write_text(json.dumps(trees_as_json("in.json", [log.rounds, plain.rounds])))
+    rounds = {OutputIndex(0): log.rounds, OutputIndex(1): plain.rounds}
+    path.write_text(json.dumps(trees_as_json("in.json", rounds)))
     (request,) = read_trees(path)["requests"]
     assert request["request_idx"] == 0
     rounds = request["rounds"]

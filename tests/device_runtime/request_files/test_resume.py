@@ -20,7 +20,7 @@ from edgellm.core.errors import (
 from edgellm.device_runtime.engine.profile import Profile, RoundCounts
 from edgellm.device_runtime.request_files import resume as module
 from edgellm.device_runtime.request_files.request_file import Options
-from edgellm.device_runtime.request_files.resume import FinishedRequest, settings_of, unfinished_run
+from edgellm.device_runtime.request_files.resume import FinishedOutput, settings_of, unfinished_run
 
 GIVEN = (Options(), [{"messages": [{"role": "user", "content": "\ud800"}]}])
 FLAGS = {
@@ -38,7 +38,7 @@ PROFILE = Profile(
 
 
 def answered(index):
-    return FinishedRequest({"output_text": f"\ud800{index}"}, PROFILE, [{"tokens": ["a"]}])
+    return FinishedOutput({"output_text": f"\ud800{index}"}, PROFILE, [{"tokens": ["a"]}])
 
 
 def begin(output, count, settings=SETTINGS, *, goes_on=False):
