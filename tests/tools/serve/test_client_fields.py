@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
+
 import ollama
 import pytest
+from pydantic import ValidationError
 
 from edgellm.tools.serve.protocols.anthropic.messages import MessagesRequest
+from edgellm.tools.serve.protocols.ollama import OllamaChat
 from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
 
 USER = {"role": "user", "content": "w20 w30"}
@@ -93,7 +97,7 @@ def test_images_of_results_are_in_the_users_message_after_them():
 
 
 def test_ollamas_client_loads_unloads_and_describes(lettered_server):
-    for name in ("keep_alive", "num_ctx", "low_vram", "use_mlock", "numa", "repeat_last_n"):
+    for name in ("num_ctx", "low_vram", "use_mlock", "numa", "repeat_last_n"):
         lettered_server.expects(f"WARNING: requests have {name}, which is ignored; logged once")
     client = ollama.Client(lettered_server.url)
     assert client.generate("tiny").done_reason == "load"
@@ -120,3 +124,47 @@ def test_ollamas_client_loads_unloads_and_describes(lettered_server):
     assert running.digest == listed.digest
     version = lettered_server.json("/api/version")[1]["version"]
     assert [*map(int, version.split("."))] >= [0, 6, 4]
+
+
+def test_ollamas_client_frees_the_engine_and_the_next_request_loads_it(server):
+    client, loaded = ollama.Client(server.url), lambda: server.metric("edgellm:engine_loaded")
+    options = {"num_predict": 4, "temperature": 0}
+    before = client.generate("tiny", "w20 w30", options=options).response
+    loads = server.metric("edgellm:engine_loads_total")
+    assert loaded() == 1
+    assert client.generate("tiny", keep_alive=0).done_reason == "unload"
+    assert (loaded(), client.ps().models) == (0, [])
+    assert server.json("/health") == (200, {"status": "ok"})
+    assert client.chat("tiny", keep_alive=0).done_reason == "unload"  # it is not loaded for that
+    assert server.metric("edgellm:engine_loads_total") == loads
+    assert client.generate("tiny", "w20 w30", options=options).response == before
+    assert server.metric("edgellm:engine_loads_total") == loads + 1
+    client.generate("tiny", "w20 w30", options=options, keep_alive="300ms")
+    server.wait_until("edgellm:engine_loaded", 0)
+    client.chat("tiny", [USER], options=options, keep_alive=0)
+    server.wait_until("edgellm:engine_loaded", 0)
+    client.generate("tiny", keep_alive="1h30m")
+    (model,) = client.ps().models
+    minutes = (model.expires_at - datetime.now(timezone.utc)).total_seconds() / 60
+    assert 89 < minutes < 91
+    client.generate("tiny", keep_alive=-1)
+    assert client.ps().models[0].expires_at.year > 2100
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        (0, 0), ("0", 0), ("0s", 0), (300, 300), ("300", 300), ("5m", 300), ("1h30m", 5400),
+        ("1.5h", 5400), (".5s", 0.5), ("250ms", 0.25), ("+2s", 2), (-1, None), ("-1", None),
+        ("-5m", None), (None, None), (1e300, None),
+    ],
+)  # fmt: skip
+def test_durations_are_those_of_go(given, seconds):
+    body = OllamaChat.model_validate({"model": "tiny", "keep_alive": given})
+    assert body.keep_s == (None if seconds is None else pytest.approx(seconds))
+
+
+@pytest.mark.parametrize("given", ["5 minutes", "", "m", "5d", "1h-2m", "\u0665m", True, [5]])
+def test_other_durations_are_rejected(given):
+    with pytest.raises(ValidationError):
+        OllamaChat.model_validate({"model": "tiny", "keep_alive": given})

@@ -41,7 +41,7 @@ def _run(command: list[object]) -> None:
 
 def _allow_ignored(server) -> None:
     """Some libraries send options without effect, which the server logs once."""
-    for name in ("strict", "store", "keep_alive", "context_management", "num_ctx"):
+    for name in ("strict", "store", "context_management", "num_ctx"):
         server.expects(f"WARNING: requests have {name}, which is ignored; logged once")
 
 

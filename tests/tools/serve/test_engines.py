@@ -67,9 +67,9 @@ class Request:
         self.scope = {LEASES: self.leases, **scope}
 
     @classmethod
-    async def of(cls, engines, name):
+    async def of(cls, engines, name, keep_s=None):
         request = cls()
-        request.served = await engines.of(name, request)
+        request.served = await engines.of(name, request, keep_s)
         return request
 
     def end(self):
@@ -184,6 +184,75 @@ def test_adapters_come_back_with_their_engine(made):
         request.end()
 
     asyncio.run(run())
+
+
+def test_the_last_request_decides_how_long_its_engine_stays(made):
+    log = made._loading.log
+
+    async def run():
+        first, second = await Request.of(made, "a", 0.0), await Request.of(made, "a")
+        first.end()
+        second.end()  # came later, and keeps it
+        await _idle()
+        assert log == ["+a"]
+        first, second = await Request.of(made, "a"), await Request.of(made, "a", 0.0)
+        second.end()
+        await _idle()
+        assert log == ["+a"]  # it has a request
+        first.end()
+        await _idle()
+        assert log == ["+a", "-a"]
+        (await Request.of(made, "a", 0.2)).end()
+        (await Request.of(made, "a", 0.2)).end()
+        await _idle()
+        assert log == ["+a", "-a", "+a"]
+        await asyncio.sleep(0.3)
+        assert log == ["+a", "-a", "+a", "-a"]
+        (await Request.of(made, "a", 0.05)).end()
+        (await Request.of(made, "a")).end()
+        await asyncio.sleep(0.2)
+        assert log == ["+a", "-a", "+a", "-a", "+a"]
+
+    asyncio.run(run())
+    assert made.is_ready
+
+
+def test_an_engine_is_unloaded_on_demand(made):
+    log = made._loading.log
+
+    async def run():
+        await made.unload("b")  # is not loaded
+        with pytest.raises(ApiError, match="no model 'd' here"):
+            await made.unload("d")
+        await made.unload("a")
+        assert log == ["+a", "-a"]
+        request = await Request.of(made, "a")
+        await made.unload("a")  # returns, and waits for the request
+        assert log == ["+a", "-a", "+a"]
+        request.end()
+        await _idle()
+        assert log == ["+a", "-a", "+a", "-a"]
+        request = await Request.of(made, "a")
+        await made.unload("a")
+        other = await Request.of(made, "a")  # came later, and keeps it
+        request.end()
+        other.end()
+        await _idle()
+        assert log[4:] == ["+a"]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_expires_while_the_server_stops_is_closed_once(made):
+    async def run():
+        (await Request.of(made, "a", 0.0)).end()
+        made.drain()
+        await _idle()
+
+    asyncio.run(run())
+    assert made._loading.log == ["+a"]
+    made.close()
+    assert made._loading.log == ["+a", "-a"]
 
 
 # ------------------------------------------------------------------------- what is given

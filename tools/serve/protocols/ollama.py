@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
@@ -30,6 +31,24 @@ LOADING = (
     "penalize_newline", "mirostat_tau", "mirostat_eta", "repeat_last_n",
 )  # fmt: skip
 _UNLIMITED = 2**31 - 1  # tokens
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_PART = r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|ms|s|m|h|)"
+_LONGEST_S = 10 * 365 * 86400.0  # which is forever
+# Seconds, or a duration as Go writes it, such as 1h30m; below 0: forever.
+KeepAlive = Annotated[str, Field(pattern=f"^[+-]?({_PART})+$", max_length=64)] | float
+
+
+def keep_seconds(given: str | float | None) -> float | None:
+    """Seconds that a model stays loaded after a request; None: until its memory is needed."""
+    if isinstance(given, str):
+        parts = re.findall(_PART, given)
+        found = sum(float(number) * _UNITS[unit] for number, unit in parts)
+        found = -found if given.startswith("-") else found
+    else:
+        found = given
+    return found if found is not None and 0 <= found <= _LONGEST_S else None
+
+
 LATEST = ":latest"  # suffix that Ollama's clients add to a name
 
 
@@ -140,15 +159,19 @@ class _OllamaBody(Body):
     stream: bool = True
     format: Literal["", "json"] | _Fields | None = None
     options: Options | None = None
-    keep_alive: str | float | None = None  # ignored: the model stays loaded
+    keep_alive: KeepAlive | None = None  # None: until its memory is needed
     think: bool | str | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
 
     def ignored(self) -> list[str]:
         """Names of given fields that have no effect."""
-        options = self.options.ignored() if self.options is not None else []
-        return ["keep_alive"] * (self.keep_alive is not None) + options
+        return self.options.ignored() if self.options is not None else []
+
+    @property
+    def keep_s(self) -> float | None:
+        """See `keep_seconds`."""
+        return keep_seconds(self.keep_alive)
 
     def _fields(self) -> _Fields:
         found = {"model": self.model.removesuffix(LATEST), "stream": self.stream}

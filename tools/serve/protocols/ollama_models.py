@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -17,14 +18,16 @@ from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engines.ask import EmbeddingJob
 from edgellm.tools.serve.engines.events import Finished
 from edgellm.tools.serve.engines.models import Model
-from edgellm.tools.serve.protocols.ollama import LATEST, Options
+from edgellm.tools.serve.protocols.ollama import LATEST, KeepAlive, Options, keep_seconds
 from edgellm.tools.serve.protocols.openai.embeddings import VectorWriter, shortened
+from edgellm.tools.serve.routing.engine_pool import Place
 from edgellm.tools.serve.schemas.openai import MAX_PROMPTS
 from edgellm.tools.serve.schemas.response_format import Body
 
 API_VERSION = "0.9.0"  # of Ollama, whose protocol this is; clients require 0.6.4 and later
 _Fields = dict[str, Any]
 _PER_MS = 1_000_000
+_CENTURY_S = 100 * 365 * 86400
 _SIZES = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
 
 
@@ -33,7 +36,7 @@ class _OllamaEmbedding(Body):
 
     model: str
     options: Options | None = None
-    keep_alive: str | float | None = None
+    keep_alive: KeepAlive | None = None
     truncate: bool = True  # texts that are longer than the engine takes
 
     def texts(self) -> list[str]:
@@ -46,8 +49,12 @@ class _OllamaEmbedding(Body):
 
     def ignored(self) -> list[str]:
         """Names of given fields that have no effect."""
-        options = self.options.ignored() if self.options is not None else []
-        return ["keep_alive"] * (self.keep_alive is not None) + options
+        return self.options.ignored() if self.options is not None else []
+
+    @property
+    def keep_s(self) -> float | None:
+        """See `keep_seconds`."""
+        return keep_seconds(self.keep_alive)
 
 
 class OllamaEmbed(_OllamaEmbedding):
@@ -100,13 +107,24 @@ def without_texts(body: OllamaEmbed | OllamaEmbeddings) -> _Fields:
     return {"model": body.model, "embeddings": []}
 
 
-def loaded(model: str, keep_alive: str | float | None, *, chats: bool) -> _Fields:
-    """The body of a request without a prompt, which loads a model or unloads it."""
-    ends = str(keep_alive).rstrip("smh") in ("0", "0.0")
-    now = datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
+def loaded(model: str, reason: str, *, chats: bool) -> _Fields:
+    """The body of a request without a prompt; `reason`: load or unload."""
     text = {"message": {"role": "assistant", "content": ""}} if chats else {"response": ""}
-    reason = "unload" if ends else "load"
-    return {"model": model, "created_at": now, **text, "done": True, "done_reason": reason}
+    head = {"model": model, "created_at": _shown(datetime.now(timezone.utc))}
+    return {**head, **text, "done": True, "done_reason": reason}
+
+
+def running(place: Place, since: str) -> _Fields:
+    """A loaded model in the list of `/api/ps`; one without an end expires in a century."""
+    kept = _CENTURY_S if place.keep_s is None else place.keep_s
+    if place.expiry is not None:
+        kept = place.expiry.when() - asyncio.get_running_loop().time()
+    end = datetime.now(timezone.utc) + timedelta(seconds=max(kept, 0.0))
+    return {**card(place.model, since), "expires_at": _shown(end)}
+
+
+def _shown(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
 
 
 def card(model: Model, since: str) -> _Fields:

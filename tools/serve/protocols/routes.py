@@ -53,10 +53,12 @@ class _Conversation:
         self.llm, self.model = served.llm, served.name
 
     @classmethod
-    async def of(cls, engines: EnginePool, given: _Protocol, request: Request) -> _Conversation:
+    async def of(
+        cls, engines: EnginePool, given: _Protocol, request: Request, keep_s: float | None = None
+    ) -> _Conversation:
         """Leases the engine that the request names; raises as `EnginePool.of`."""
         body = given.as_chat()
-        return cls(await engines.of(body.model, request), body, ignored_fields(given))
+        return cls(await engines.of(body.model, request, keep_s), body, ignored_fields(given))
 
     async def output(self) -> ChatOutput:
         """Create the engine request and its output parser; raises as `chat.ask_of`."""
@@ -112,10 +114,13 @@ def _add_responses(app: FastAPI, engines: EnginePool) -> None:
 
 def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
     async def loaded(body: OllamaChat | OllamaGenerate, request: Request) -> Response:
-        """Load the model; one without requests is unloaded when its memory is needed."""
-        served = await engines.of(body.model.removesuffix(LATEST), request)
-        chats = isinstance(body, OllamaChat)
-        found = ollama_models.loaded(body.model, body.keep_alive, chats=chats)
+        """Load the model, or unload it."""
+        name, chats = body.model.removesuffix(LATEST), isinstance(body, OllamaChat)
+        if body.keep_s == 0:
+            await engines.unload(name)
+            return JSONResponse(ollama_models.loaded(body.model, "unload", chats=chats))
+        served = await engines.of(name, request, body.keep_s)
+        found = ollama_models.loaded(body.model, "load", chats=chats)
         return JSONResponse(found, headers=served.ignored_header(body.ignored()))
 
     @app.post("/api/chat")
@@ -123,7 +128,7 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
         """Respond to a conversation, in Ollama's form."""
         if body.only_loads:
             return await loaded(body, request)
-        asked = await _Conversation.of(engines, body, request)
+        asked = await _Conversation.of(engines, body, request, body.keep_s)
         writer = OllamaWriter(await asked.output(), asked.model, chats=True)
         return await asked.respond(request, writer, body.ignored())
 
@@ -133,11 +138,11 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
         if body.only_loads:
             return await loaded(body, request)
         if not body.raw:
-            asked = await _Conversation.of(engines, body, request)
+            asked = await _Conversation.of(engines, body, request, body.keep_s)
             writer = OllamaWriter(await asked.output(), asked.model, chats=False)
             return await asked.respond(request, writer, body.ignored())
         given = body.as_completion()
-        served = await engines.of(given.model, request)
+        served = await engines.of(given.model, request, body.keep_s)
         asks = completions.asks_of(given, served.llm.defaults, served.lora)
         asks = [replace(ask, max_tokens=given.max_tokens) for ask in asks]
         writer = OllamaWriter(None, served.name, chats=False)
@@ -147,7 +152,11 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
 
 def _add_ollama_embeddings(app: FastAPI, engines: EnginePool) -> None:
     async def embedded(body: OllamaEmbed | OllamaEmbeddings, request: Request) -> Response:
-        served = await engines.of(body.model.removesuffix(LATEST), request)
+        name = body.model.removesuffix(LATEST)
+        if body.keep_s == 0 and not body.texts():
+            await engines.unload(name)
+            return JSONResponse(ollama_models.without_texts(body))
+        served = await engines.of(name, request, body.keep_s)
         if not (asks := body.asks(served.lora)):
             return JSONResponse(ollama_models.without_texts(body))
         writer = EmbedWriter(body, body.model)
@@ -178,8 +187,8 @@ def _add_ollama_models(app: FastAPI, engines: EnginePool) -> None:
     @app.get("/api/ps")
     async def ollama_ps() -> JSONResponse:
         """List the loaded engines."""
-        loaded = [place.model for place in engines.places if place.worker is not None]
-        return JSONResponse({"models": [ollama_models.card(model, since) for model in loaded]})
+        loaded = [place for place in engines.places if place.worker is not None]
+        return JSONResponse({"models": [ollama_models.running(place, since) for place in loaded]})
 
     @app.post("/api/show")
     async def ollama_show(body: dict[str, Any], request: Request) -> JSONResponse:

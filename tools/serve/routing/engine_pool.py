@@ -2,7 +2,8 @@
 
 An engine is loaded in a thread at its first request, while other engines generate. If the budget
 is exhausted, the least recently used engine is unloaded once it has no requests. Requests for an
-engine that is about to be unloaded join the same queue, so that no request starves.
+engine that is about to be unloaded join the same queue, so that no request starves. A request may
+limit how long its engine stays loaded after it (Ollama's `keep_alive`); the last request decides.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import anyio.to_thread
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.tools.serve import heap
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.metrics import Metrics, Registry
 from edgellm.tools.serve.engines.models import Model
@@ -46,11 +48,21 @@ class Place:
     used: int = 0  # logical time of the last use
     is_leaving: bool = False  # another engine waits for its memory
     unused: asyncio.Event = field(default_factory=asyncio.Event)
+    # How long it stays loaded without requests, in seconds; None: until its memory is needed.
+    keep_s: float | None = None
+    expiry: asyncio.TimerHandle | None = None  # while it has no requests and `keep_s`
 
     @property
     def adapter_names(self) -> list[str]:
         """Names of LoRA adapters, which also name the engine."""
         return sorted(self.adapters if self.worker is None else self.worker.llm.adapters)
+
+    def keep(self, seconds: float | None) -> None:
+        """Set `keep_s`; a running timer ends."""
+        self.keep_s = seconds
+        if self.expiry is not None:
+            self.expiry.cancel()
+            self.expiry = None
 
 
 class EnginePool:
@@ -79,6 +91,7 @@ class EnginePool:
         self._clock = itertools.count(1)
         self._is_draining = False
         self._warned: set[str] = set()
+        self._expiring: set[asyncio.Task[None]] = set()
 
     @property
     def places(self) -> list[Place]:
@@ -162,8 +175,15 @@ class EnginePool:
             param="model",
         )
 
-    async def of(self, name: str | None, connection: Connection) -> EngineHandler:
+    async def of(
+        self, name: str | None, connection: Connection, keep_s: float | None = None
+    ) -> EngineHandler:
         """The engine of a model name, loaded and leased until the request ends.
+
+        Args:
+            name: of an engine or an adapter; None: the first engine.
+            connection: of the request.
+            keep_s: see `Place.keep_s`.
 
         Raises:
             ApiError: 404 for an unknown name, 429 or 503 if there is no room.
@@ -174,6 +194,7 @@ class EnginePool:
             await self._lease_when_loaded(place, connection)
         else:
             self._lease(place, connection)
+        place.keep(keep_s)
         assert place.worker is not None
         return EngineHandler(
             worker=place.worker,
@@ -193,6 +214,28 @@ class EnginePool:
         place.used = next(self._clock)
         if not place.num_users:
             place.unused.set()
+            if place.keep_s is not None:
+                loop = asyncio.get_running_loop()
+                place.expiry = loop.call_later(place.keep_s, self._expire, place)
+
+    # ------------------------------------------------------------------ unloading on demand
+    async def unload(self, name: str) -> None:
+        """Unload the engine of a model name at once, or when its requests end; raises as `find`."""
+        place, _ = self.find(name)
+        place.keep(0.0)
+        await self._unload_unused(place)
+
+    def _expire(self, place: Place) -> None:
+        task = asyncio.get_running_loop().create_task(self._unload_unused(place))
+        self._expiring.add(task)
+        task.add_done_callback(self._expiring.discard)
+
+    async def _unload_unused(self, place: Place) -> None:
+        """Unload an engine, unless a request came that keeps it."""
+        async with self._load_lock:
+            is_unused = place.worker is not None and not place.num_users
+            if is_unused and place.keep_s is not None and not self._is_draining:
+                await self._unload(place)
 
     # ------------------------------------------------------------------ loading on demand
     async def _lease_when_loaded(self, place: Place, connection: Connection) -> None:
@@ -263,6 +306,7 @@ class EnginePool:
             assert worker is not None
             place.adapters = worker.llm.adapters
             place.metrics.unwatch()
+            place.keep(None)
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(functools.partial(self._close, place.model, worker))
         finally:
@@ -275,6 +319,7 @@ class EnginePool:
             self._loading.unload(model, worker.llm)
         except EdgeLLMError as error:  # the request that needs the memory continues
             _log.warning("%s: %s", model.name, error)
+        heap.return_memory()
 
 
 def _load_again(llm: LLM, name: str, folder: Path) -> None:
