@@ -37,7 +37,7 @@ from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import count_common
 from edgellm.device_runtime.sampling.guidance import Guidance
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
-from edgellm.device_runtime.sampling.params import SamplingParams, Thinking
+from edgellm.device_runtime.sampling.params import Channels, SamplingParams, Thinking
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.scheduler.background_loop import BackgroundLoop
 from edgellm.device_runtime.scheduler.concurrent import BatchError, NewOutputs, together
@@ -485,22 +485,31 @@ class LLM:
         self, sampling: SamplingParams, request: GenerationRequest
     ) -> SamplingParams:
         """The sampling parameters, with a guide that begins after the model's reasoning."""
-        template = self.tokenizer.chat_template or ""
-        form = None if reasoning_marks.has_channels(template) else reasoning_marks.find(template)
         text, guide = request.text, sampling.guide
-        is_raw = request.add_special_tokens
-        if form is None or guide is None or is_raw or not isinstance(text, str):
+        if guide is None or request.add_special_tokens or not isinstance(text, str):
             return sampling
-        is_inside = reasoning_marks.opened(form, text, continues=request.continues)
+        thinking = self._thinking(text, continues=request.continues)
+        return replace(sampling, guide=replace(guide, thinking=thinking))
+
+    def _thinking(self, text: str, *, continues: bool) -> Thinking | Channels | None:
+        """The reasoning after a formatted text; None: there is none."""
+        template, marks = self.tokenizer.chat_template or "", self.tokenizer.added_ids
+        if reasoning_marks.has_channels(template):
+            is_new = not continues and reasoning_marks.begins_message(text)
+            found = (*marks(reasoning_marks.CHANNEL_MARKS).items(),)
+            return Channels(ids=found) if is_new else None
+        form = reasoning_marks.find(template)
+        if form is None:
+            return None
+        is_inside = reasoning_marks.opened(form, text, continues=continues)
         if is_inside is None:
-            return sampling
-        thinking = Thinking(
+            return None
+        return Thinking(
             opening=form.opening,
             closing=form.closing,
             is_inside=is_inside,
-            ids=(*self.tokenizer.added_ids(form.shown).items(),),
+            ids=(*marks(form.shown).items(),),
         )
-        return replace(sampling, guide=replace(guide, thinking=thinking))
 
 
 def _defaults(manifest: Engine) -> GenerationDefaults:

@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Mapping
 
-from edgellm.device_runtime.sampling.params import Thinking
+from edgellm.device_runtime.sampling.params import Channels, Thinking
+from edgellm.device_runtime.text.reasoning_marks import CHANNEL, END, MESSAGE, START
 
 TEXT = r"TEXT: /(.|\n)*/"
 _GAP = r"GAP: /[ \t\n]*/"
@@ -35,11 +36,43 @@ def up_to(rule: str, tag: str, marks: Mapping[str, int]) -> list[str]:
     return [f"{rule}: {rule}_text | TEXT <[{marks[tag]}]>", lazy]
 
 
-def after_thinking(grammar: str, thinking: Thinking) -> str:
+def earlier_messages(marks: Mapping[str, int]) -> list[str]:
+    """Lines of the rule `earlier`: messages of gpt-oss for reasoning or the user.
+
+    The rule ends where the channel of another message begins.
+    """
+    channel, message = (expression(mark, marks) for mark in (CHANNEL, MESSAGE))
+    return [
+        "earlier: (note)*",
+        f'note: {channel} ("analysis" | "commentary") {message} body {expression(START, marks)} '
+        '"assistant"',
+        *up_to("body", END, marks),
+        TEXT,
+    ]
+
+
+def _in_final_channel(grammar: str, channels: Channels) -> str:
+    """The grammar of earlier messages and a last one, which a grammar describes."""
+    marks = dict(channels.ids)
+    channel, message = (expression(mark, marks) for mark in (CHANNEL, MESSAGE))
+    start = f'start: earlier {channel} "final" {message} @form'
+    return _with_form([start, *earlier_messages(marks)], grammar)
+
+
+def _with_form(lines: list[str], grammar: str) -> str:
+    """The grammar of lines that refer to another as `@form`."""
+    text = "\n".join([*lines, '%llguidance {"no_forcing": true}'])
+    parts = [{"lark_grammar": text}, {"name": "form", "lark_grammar": grammar}]
+    return json.dumps({"grammars": parts})
+
+
+def after_thinking(grammar: str, thinking: Thinking | Channels) -> str:
     """The grammar of reasoning and the output that a grammar describes after it.
 
     Where the prompt does not open the reasoning, the model chooses whether it reasons.
     """
+    if isinstance(thinking, Channels):
+        return _in_final_channel(grammar, thinking)
     marks = dict(thinking.ids)
     opening = json.dumps(thinking.opening)
     if thinking.opening in marks:
@@ -50,7 +83,5 @@ def after_thinking(grammar: str, thinking: Thinking) -> str:
         *up_to("thought", thinking.closing, marks),
         TEXT,
         _GAP,
-        '%llguidance {"no_forcing": true}',
     ]
-    parts = [{"lark_grammar": "\n".join(lines)}, {"name": "form", "lark_grammar": grammar}]
-    return json.dumps({"grammars": parts})
+    return _with_form(lines, grammar)

@@ -40,13 +40,20 @@ class Thinking:
     ids: tuple[tuple[str, int], ...] = ()  # of tags that are tokens
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """Output in messages with channels (gpt-oss): a guided text is the message of the last one."""
+
+    ids: tuple[tuple[str, int], ...] = ()  # of marks that are tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Guide:
     """The constraint on an output, after its reasoning if the model reasons."""
 
     kind: GuideKind
     text: str = ""  # the schema or the list of choices as JSON, the expression, the grammar
-    thinking: Thinking | None = None  # set by the engine; None: no reasoning
+    thinking: Thinking | Channels | None = None  # set by the engine; None: no reasoning
 
     def __post_init__(self) -> None:
         """Reject huge texts and half surrogate pairs; raises `RequestError`."""

@@ -27,8 +27,8 @@ _FORMS = (
     ThinkForm("<think>", "</think>", (("<answer>", "</answer>"), ("<response>", "</response>"))),
 )
 # Of gpt-oss, whose messages have channels.
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-MESSAGE_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", CHANNEL)
+CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
+MESSAGE_ENDS = (END, "<|return|>", "<|call|>", START, CHANNEL)
 CHANNEL_MARKS = (*MESSAGE_ENDS, MESSAGE, "<|constrain|>")
 
 
@@ -61,6 +61,11 @@ def opened(form: ThinkForm, prompt: str, *, continues: bool) -> bool | None:
 def has_channels(template: str) -> bool:
     """Whether a model writes messages in channels, one for reasoning."""
     return CHANNEL in template and MESSAGE in template
+
+
+def begins_message(prompt: str) -> bool:
+    """Whether an output after a prompt begins with a channel."""
+    return prompt.endswith(f"{START}assistant")
 
 
 def think_tags(template: str) -> tuple[str, str] | None:

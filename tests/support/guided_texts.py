@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,17 +14,18 @@ END = 256
 
 
 class Guided:
-    """Guides over bytes; token 256 ends an output."""
+    """Guides over bytes; token 256 ends an output, and further special tokens follow it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, special: Sequence[str] = ()) -> None:
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {letter: index for index, letter in enumerate([*letters, "</s>"])}
         self._tokenizer = Tokenizer(models.BPE(vocabulary, []))
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
-        self._tokenizer.add_special_tokens(["</s>"])
+        self._tokenizer.add_special_tokens(["</s>", *special])
         self._tokenizer.save(str(folder / "tokenizer.json"))
-        self.guidance = Guidance(folder, END + 1, [END])
+        self.ids = {one: END + 1 + at for at, one in enumerate(special)}
+        self.guidance = Guidance(folder, END + 1 + len(special), [END])
 
     def takes(self, guide: Guide, text: str) -> bool:
         """Whether a text may be the whole output."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from guided_texts import Guided
 
-from edgellm.device_runtime.sampling.params import Guide, Thinking
+from edgellm.device_runtime.sampling.params import Channels, Guide, Thinking
 from edgellm.device_runtime.text import reasoning_marks
+from edgellm.tools.serve.tool_calls.formats.harmony import HarmonyParser
+from edgellm.tools.serve.tool_calls.grammar import forced_calls
 
 FORM = '{"a": 1}'
 GUIDES = [
@@ -57,3 +59,58 @@ def test_the_form_begins_after_the_reasoning(guided, guide):
 def test_the_prompt_says_whether_the_model_reasons(prompt, continues, expected):
     form = reasoning_marks.find("<think></think>")
     assert reasoning_marks.opened(form, prompt, continues=continues) is expected
+
+
+# ------------------------------------------------------------------------------- gpt-oss
+FINAL, CALL = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.f "
+CALL += "<|constrain|>json<|message|>{}"
+NOTES = [
+    f"<|channel|>{name}<|message|>Hm: {{<|end|><|start|>assistant"
+    for name in ("analysis", "commentary")
+]
+
+
+@pytest.fixture(scope="module", params=[(), reasoning_marks.CHANNEL_MARKS], ids=["text", "tokens"])
+def channels(request, tmp_path_factory):
+    return Guided(tmp_path_factory.mktemp("channels"), request.param)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda one: one.kind)
+def test_the_form_is_in_the_final_channel(channels, guide):
+    own = Guide(guide.kind, guide.text, thinking=Channels(ids=(*channels.ids.items(),)))
+    for right in (f"{FINAL}{FORM}", f"{NOTES[0]}{FINAL}{FORM}", f"{''.join(NOTES)}{FINAL}{FORM}"):
+        assert channels.takes(own, right), right
+        assert not channels.takes(own, f"{right}!"), right
+    for wrong in (FORM, f"{NOTES[0]}{FORM}", f"{NOTES[0]}{FINAL}x", NOTES[0], CALL):
+        assert not channels.takes(own, wrong), wrong
+    parser = HarmonyParser({})
+    found = [*parser.push(f"{NOTES[0]}{FINAL}{FORM}"), *parser.finish()]
+    assert "".join(item for item in found if isinstance(item, str)) == FORM
+
+
+def test_a_forced_call_of_gpt_oss_comes_after_its_reasoning(channels):
+    for after_messages in (True, False):
+        grammar = forced_calls(
+            HarmonyParser.form,
+            {"f": None},
+            marks=channels.ids,
+            several=False,
+            after_messages=after_messages,
+        )
+        guide = Guide("lark_with_thinking", grammar)
+        assert channels.takes(guide, CALL)
+        assert channels.takes(guide, NOTES[0] + CALL) == after_messages
+        assert not channels.takes(guide, f"{NOTES[0]}{FINAL}x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("<|start|>user<|message|>x<|end|><|start|>assistant", True),
+        ("<|start|>assistant<|channel|>final<|message|>Well", False),
+        ("<|start|>user<|message|>assistant", False),
+        ("", False),
+    ],
+)
+def test_the_prompt_says_whether_a_message_of_gpt_oss_begins(prompt, expected):
+    assert reasoning_marks.begins_message(prompt) == expected

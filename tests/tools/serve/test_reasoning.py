@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 
 import anyio
@@ -12,11 +13,14 @@ from lettered_engine import with_letters
 from serve_process import serving
 
 from edgellm.core.errors import RequestError
+from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.engine.chat_template import Formatter
+from edgellm.device_runtime.sampling.params import Guide
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.tools.serve.engines.events import Finished
+from edgellm.tools.serve.output.chat_output import ChatOutput
 from edgellm.tools.serve.protocols.openai.chat import ChatWriter, ask_of, prompt_end
 from edgellm.tools.serve.schemas.openai import ChatRequest
 from edgellm.tools.serve.settings import ImageRules
@@ -302,6 +306,34 @@ def test_a_server_separates_reasoning(roomy_engine, tmp_path):
         assert thought["content"] == ""
         back = {**asked, "messages": [QUESTION, thought, QUESTION]}
         assert server.json(path, back)[0] == 200
+
+
+CHANNELED = (
+    "{# <|channel|> #}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+def test_a_form_of_gpt_oss_is_in_the_final_channel(roomy_engine, tmp_path):
+    engine = with_letters(roomy_engine, tmp_path / "engine", chat_template=CHANNELED)
+    turns = [{"role": "user", "content": "Bonn?"}]
+    with LLM(engine) as llm:
+        (final,) = llm.tokenizer.encode("f", add_special_tokens=False)  # not analysis
+        sampling = SamplingParams(
+            temperature=0, guide=Guide("choice", '["yes", "no"]'), logit_bias={final: 100}
+        )
+        answer = llm.generate(turns, sampling=sampling, max_generate_length=60)
+        text = "".join(step.text for step in answer)
+        assert re.fullmatch(r"<\|channel\|>final<\|message\|>(yes|no)", text)
+        assert answer.finish_reason == "stop"
+        body = ChatRequest.model_validate({"messages": turns})
+        output = ChatOutput(body, llm)
+        output.push(text)
+        output.finish()
+        assert output.text in ("yes", "no")
+        turns.append({"role": "assistant", "content": "y"})  # is continued
+        answer = llm.generate(turns, sampling=sampling, max_generate_length=60)
+        assert "".join(step.text for step in answer) in ("yes", "no")
 
 
 def test_gemma_reads_several_results_in_one_turn(model):

@@ -125,7 +125,11 @@ class Tooled(Body):
         form = _parser(llm).form
         marks = llm.tokenizer.added_ids(form.marks)
         schemas = {one.name: one.parameters for one in functions}
-        return Guide("lark", forced_calls(form, schemas, marks=marks, several=several))
+        after_messages = form.has_channels
+        grammar = forced_calls(
+            form, schemas, marks=marks, several=several, after_messages=after_messages
+        )
+        return Guide("lark_with_thinking" if after_messages else "lark", grammar)
 
     def schemas(self) -> Tools:
         """Argument schemas of the usable tools by name."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime.sampling.closed_schema import closed
-from edgellm.device_runtime.sampling.free_text import TEXT, expression, up_to
+from edgellm.device_runtime.sampling.free_text import TEXT, earlier_messages, expression, up_to
 from edgellm.device_runtime.sampling.guidance import JSON_FORM
 from edgellm.tools.serve.tool_calls.parameter_rules import ParameterForm, parameter_rules
 
@@ -26,6 +26,7 @@ class CallForm:
     marks: tuple[str, ...] = ()  # parts of these texts that may be special tokens
     tag: str = ""  # begins each block of calls, and nothing else; empty: the format has none
     parameters: ParameterForm | None = None  # of calls whose schema it can keep; None: JSON
+    has_channels: bool = False  # a call is a message, and messages of reasoning may precede it
 
     @classmethod
     def json_list(cls, opening: str, closing: str) -> CallForm:
@@ -57,6 +58,7 @@ def forced_calls(
     *,
     marks: Mapping[str, int],
     several: bool,
+    after_messages: bool = False,
 ) -> str:
     """Create a Lark grammar of one call or several.
 
@@ -65,12 +67,15 @@ def forced_calls(
         schemas: argument schemas by function name.
         marks: token ids of the `form.marks` that are special tokens.
         several: whether more than one call is allowed.
+        after_messages: whether messages in other channels may precede the call.
 
     Raises:
         RequestError: the arguments of a function are not an object.
     """
     opening, closing = (expression(text, marks) for text in (form.opening, form.closing))
     lines = [f"start: {opening} calls {closing}", TEXT]
+    if after_messages:
+        lines = [f"start: earlier {opening} calls {closing}", *earlier_messages(marks)]
     return "\n".join(lines + _calls(form, schemas, marks, several=several))
 
 

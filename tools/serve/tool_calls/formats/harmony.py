@@ -41,7 +41,8 @@ class HarmonyParser:
         before="<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
         after="",
         between=None,
-        marks=("<|channel|>", "<|constrain|>", "<|message|>"),
+        marks=CHANNEL_MARKS,
+        has_channels=True,
     )
 
     def __init__(self, tools: Tools) -> None:
