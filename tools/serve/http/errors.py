@@ -59,9 +59,11 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        details: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        self.details = details  # of Anthropic's errors
         self.headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else {}
         if status == http.HTTPStatus.UNAUTHORIZED:
             self.headers["WWW-Authenticate"] = "Bearer"
@@ -104,7 +106,10 @@ def body_for(path: str, error: ApiError) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(error.status, error.kind)
         # Anthropic has no codes: its clients find this text, and shorten the conversation.
         too_long = "prompt is too long: " * (error.code == "context_length_exceeded")
-        return {"type": "error", "error": {"type": kind, "message": too_long + _text(error)}}
+        detail: dict[str, Any] = {"type": kind, "message": too_long + _text(error)}
+        if error.details is not None:
+            detail["details"] = error.details
+        return {"type": "error", "error": detail}
     return openai_body(error)
 
 

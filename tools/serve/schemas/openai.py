@@ -81,6 +81,8 @@ class Sampled(_Sampling):
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     # These are unsupported; the response lists them as ignored.
     service_tier: str | None = None
     reasoning_effort: str | None = None
@@ -257,13 +259,15 @@ class ChatRequest(Templated, Tooled, Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None  # ignored
+    modalities: list[Literal["text"]] | None = None
 
     def ignored(self, tokenizer: ChatTokenizer) -> list[str]:
         """As `Sampled.ignored`, without `reasoning_effort` if the template uses it."""
         names, read = super().ignored(tokenizer), self.template_flags(tokenizer)
         names = [name for name in names if name not in read] + self.unused_switches(tokenizer)
         is_ignored = self.form() is not None or self.ignores_strict(tokenizer.chat_template or "")
+        names += ["store"] * bool(self.store)
         return names + ["strict"] * (is_ignored and self.has_strict_choice())
 
     def template_flags(self, tokenizer: ChatTokenizer) -> dict[str, Any]:

@@ -47,16 +47,51 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """Tools by name, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedChoice(Body):
+    """A part of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+_Choice = Annotated[NamedTool | AllowedChoice, Field(discriminator="type")]
+
+
 class Tooled(Body):
     """A request with tools."""
 
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
 
+    @property
+    def choice(self) -> str | NamedTool | None:
+        """How the model chooses among `usable_tools`."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode
+        return self.tool_choice
+
     def usable_tools(self) -> list[Tool]:
-        """The tools in the model's prompt."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        """The tools in the model's prompt.
+
+        Raises:
+            ApiError: an allowed tool is missing.
+        """
+        tools = self.tools or []
+        if isinstance(self.tool_choice, AllowedChoice):
+            allowed = [one.function.name for one in self.tool_choice.allowed_tools.tools]
+            for name in allowed:
+                if name not in [tool.function.name for tool in tools]:
+                    raise _missing(name)
+            return [tool for tool in tools if tool.function.name in allowed]
+        return [] if self.tool_choice == "none" else tools
 
     def must_call(self) -> list[Function]:
         """The functions to choose from in a forced call; empty: the model decides.
@@ -64,12 +99,12 @@ class Tooled(Body):
         Raises:
             ApiError: `tool_choice` needs tools that are missing.
         """
-        functions = [tool.function for tool in self.tools or ()]
-        choice = self.tool_choice
+        functions = [tool.function for tool in self.usable_tools()]
+        choice = self.choice
         if isinstance(choice, NamedTool):
             functions = [one for one in functions if one.name == choice.function.name]
             if not functions:
-                raise _refusal(f"there is no tool {choice.function.name!r} among the tools")
+                raise _missing(choice.function.name)
         elif choice == "required":
             if not functions:
                 raise _refusal('"required" needs tools')
@@ -80,7 +115,7 @@ class Tooled(Body):
     def has_strict_choice(self) -> bool:
         """Whether the model chooses among tools of which one is strict."""
         is_strict = any(tool.function.strict for tool in self.usable_tools())
-        return is_strict and self.tool_choice in (None, "auto")
+        return is_strict and self.choice in (None, "auto")
 
     def ignores_strict(self, template: str) -> bool:
         """Whether strict arguments cannot be guided in free text, for lack of a tag before calls.
@@ -121,7 +156,7 @@ class Tooled(Body):
         functions = self.must_call()
         if not functions:
             return None
-        several = self.tool_choice == "required" and self.parallel_tool_calls is not False
+        several = self.choice == "required" and self.parallel_tool_calls is not False
         form = _parser(llm).form
         marks = llm.tokenizer.added_ids(form.marks)
         schemas = {one.name: one.parameters for one in functions}
@@ -156,6 +191,10 @@ def _parser(llm: LLM) -> type[ToolParser]:
             param="tools",
         )
     return parser
+
+
+def _missing(name: str) -> ApiError:
+    return _refusal(f"there is no tool {name!r} among the tools")
 
 
 def _refusal(message: str) -> ApiError:

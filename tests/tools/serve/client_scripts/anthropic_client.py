@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import anthropic
 from city import MAX_TOKENS, MODEL, RESULT, SCHEMA, URL, USER, City, require_city
 
@@ -43,3 +45,18 @@ structured = client.messages.create(
     model=MODEL, max_tokens=MAX_TOKENS, messages=[USER], output_config=form
 )
 require_city(structured.content[0].text)
+
+
+@anthropic.beta_tool
+def weather(city: Literal["Bonn", "Rome"]) -> str:
+    """Return the weather of a city."""
+    return f"{city}: {RESULT}"
+
+
+# The runner asks for a thread, and goes on without one.
+own |= {"tools": [weather], "max_iterations": 2, "messages": [USER]}
+own["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+reasons = [message.stop_reason for message in client.beta.messages.tool_runner(**own)]
+assert reasons == ["tool_use", "tool_use"]
+for stream in client.beta.messages.tool_runner(stream=True, **own):
+    assert stream.get_final_message().stop_reason == "tool_use"

@@ -70,3 +70,17 @@ client.responses.create(input=[USER, *parsed.output, USER], **own)
 with client.responses.stream(input=[USER], tool_choice="required", **own) as stream:
     final = stream.get_final_response()
 assert final.output[0].type == "function_call"
+
+# A part of the tools, in both protocols.
+other = {"type": "function", "name": "other", "parameters": {"type": "object"}}
+names = [{"type": "function", "name": "weather"}]
+own |= {"tools": [other, tool], "parallel_tool_calls": False}
+allowed = {"type": "allowed_tools", "mode": "required", "tools": names}
+(made,) = client.responses.create(input=[USER], tool_choice=allowed, **own).output
+require_city(made.arguments)
+tools = [{"type": "function", "function": {"name": "other"}}, TOOL]
+names = [{"type": "function", "function": {"name": "weather"}}]
+choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": names}}
+own = {"model": MODEL, "max_completion_tokens": MAX_TOKENS, "parallel_tool_calls": False}
+one = chat.create(messages=[USER], tools=tools, tool_choice=choice, modalities=["text"], **own)
+require_city(one.choices[0].message.tool_calls[0].function.arguments)

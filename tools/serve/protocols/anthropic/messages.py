@@ -17,6 +17,7 @@ from edgellm.tools.serve.schemas.tools import TOOL_NAME
 
 _Message = dict[str, Any]
 _WITHOUT_EFFECT = ("context_management", "container")
+_NO_THREADS = "thread_unsupported_request"  # the client's tool runner goes on without a thread
 _TOOL_WITHOUT_EFFECT = ("defer_loading", "input_examples", "allowed_callers")
 _Cache = dict[str, Any] | None  # a cache breakpoint; all prefixes are cached
 
@@ -268,6 +269,7 @@ class CountRequest(Body):
     context_management: dict[str, Any] | None = None
     container: str | dict[str, Any] | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    thread: dict[str, Any] | None = None  # is rejected so that the client sends all messages
 
     def ignored(self) -> list[str]:
         """Names of given fields that have no effect."""
@@ -282,6 +284,13 @@ class CountRequest(Body):
 
     def conversation(self) -> dict[str, Any]:
         """Fields of a `ChatRequest`; raises `ApiError` for what cannot be asked."""
+        if self.thread is not None:
+            raise ApiError(
+                400,
+                "thread: this server keeps no conversations: send all messages",
+                param="thread",
+                details={"error_code": _NO_THREADS, "unsupported": ["thread"]},
+            )
         found: dict[str, Any] = {"model": self.model, "messages": []}
         if self.system:
             found["messages"].append({"role": "system", "content": _joined(self.system)})

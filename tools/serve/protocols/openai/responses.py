@@ -198,6 +198,14 @@ class FlatChoice(Body):
     name: str
 
 
+class FlatAllowed(Body):
+    """A part of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FlatChoice], Field(min_length=1)]
+
+
 class FlatSchema(Body):
     """A JSON schema of the output."""
 
@@ -231,6 +239,7 @@ class ReasoningOptions(Body):
 
 
 _Sampling = FORM.model(Body)
+_Choice = Annotated[FlatChoice | FlatAllowed, Field(discriminator="type")]
 
 
 class ResponsesRequest(_Sampling):
@@ -245,12 +254,14 @@ class ResponsesRequest(_Sampling):
     stop: Stop | None = None
     priority: Priority | None = None
     tools: list[FlatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FlatChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # ignored
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None  # long inputs are rejected
+    top_logprobs: Literal[0] | None = None
+    max_tool_calls: int | None = None  # of tools that a server runs, which are rejected
     background: Literal[False] | None = None
     previous_response_id: None = None
     conversation: None = None
@@ -261,6 +272,7 @@ class ResponsesRequest(_Sampling):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: _Fields | None = None
     service_tier: str | None = None
     stream_options: _Fields | None = None
 
@@ -290,7 +302,7 @@ class ResponsesRequest(_Sampling):
 
     def ignored(self) -> list[str]:
         """Requested fields that are ignored."""
-        return ["store"] * bool(self.store)
+        return ["store"] * bool(self.store) + ["truncation"] * (self.truncation == "auto")
 
     def _messages(self) -> list[_Fields]:
         messages: list[_Fields] = []
@@ -303,9 +315,11 @@ class ResponsesRequest(_Sampling):
         return _with_images(messages)
 
     def _choice(self) -> str | _Fields | None:
-        if isinstance(self.tool_choice, FlatChoice):
-            return {"type": "function", "function": {"name": self.tool_choice.name}}
-        return self.tool_choice
+        choice = self.tool_choice
+        if isinstance(choice, FlatAllowed):
+            tools = [_named(one) for one in choice.tools]
+            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+        return _named(choice) if isinstance(choice, FlatChoice) else choice
 
     def echoed(self, sampling: SamplingParams) -> _Fields:
         """Fields of the request that the response repeats, with its sampling parameters."""
@@ -321,6 +335,10 @@ class ResponsesRequest(_Sampling):
             "tools": [_dumped(tool) for tool in self.tools or ()],
             "top_p": sampling.top_p,
         }
+
+
+def _named(tool: FlatChoice) -> _Fields:
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _with_images(messages: list[_Fields]) -> list[_Fields]:
