@@ -143,6 +143,14 @@ def test_strict_is_a_promise_that_is_kept_where_calls_are_guided(client):
     assert _is_whole(found.choices[0].message.tool_calls[0].function)
 
 
+def test_a_forced_call_may_come_with_a_format_of_texts(client):
+    form = {"type": "json_object"}
+    found = client.chat.completions.create(
+        **ASK, tools=TOOLS, tool_choice=ONE, response_format=form
+    )
+    assert _is_whole(found.choices[0].message.tool_calls[0].function)
+
+
 @pytest.mark.parametrize(
     ("changed", "fragment"),
     [
@@ -151,7 +159,7 @@ def test_strict_is_a_promise_that_is_kept_where_calls_are_guided(client):
         ({"tool_choice": "always", "tools": TOOLS}, 'give "auto", "none", "required"'),
         ({"tool_choice": {"type": "allowed_tools"}, "tools": TOOLS}, "tool_choice"),
         (
-            {"tool_choice": ONE, "tools": TOOLS, "response_format": {"type": "json_object"}},
+            {"tool_choice": ONE, "tools": TOOLS, "extra_body": {"guided_regex": "a"}},
             "allows no other output format",
         ),
         ({"tool_choice": ONE, "tools": [_tool("eaten", {"type": "fruit"})]}, "an object"),

@@ -11,3 +11,11 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     asked = {"messages": [USER], "model": MODEL, "max_tokens": MAX_TOKENS, "max_retries": 0}
     found = client.chat.completions.create(response_model=City, **asked)
     assert isinstance(found, City)
+# It sends a forced call and a format of texts.
+client = instructor.from_openai(
+    openai.OpenAI(base_url=OPENAI, api_key="none"), mode=instructor.Mode.RESPONSES_TOOLS
+)
+found = client.responses.create(
+    response_model=City, input=[USER], model=MODEL, max_output_tokens=MAX_TOKENS, max_retries=0
+)
+assert isinstance(found, City)

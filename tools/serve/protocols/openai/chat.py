@@ -92,13 +92,16 @@ async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
 
 
 def _form(body: ChatRequest, llm: LLM) -> Guide | None:
-    """The guide of the output: the requested format, a forced call, or strict calls in text."""
+    """The guide of the output: a forced call, the requested format, or strict calls in text.
+
+    `response_format` is the format of a text, so a forced call may come with it, as at OpenAI.
+    """
     form, calls = body.form(), body.calls_form(llm)
-    if form is not None and calls is not None:
+    if form is not None and calls is not None and body.response_format is None:
         raise ApiError(
             400, "tool_choice: a forced call allows no other output format", param="tool_choice"
         )
-    return form or calls or body.strict_form(llm)
+    return calls or form or body.strict_form(llm)
 
 
 async def messages_of(
