@@ -168,3 +168,23 @@ def test_durations_are_those_of_go(given, seconds):
 def test_other_durations_are_rejected(given):
     with pytest.raises(ValidationError):
         OllamaChat.model_validate({"model": "tiny", "keep_alive": given})
+
+
+def test_ollamas_client_gets_log_probabilities(server):
+    """Those of OpenAI's protocol, of the same output."""
+    client, options = ollama.Client(server.url), {"num_predict": 4, "temperature": 0}
+    asked = {"logprobs": True, "top_logprobs": 2, "options": options}
+    chat = {"messages": [USER], "max_tokens": 4, "temperature": 0}
+    body = {**chat, "logprobs": True, "top_logprobs": 2}
+    expected = server.json("/v1/chat/completions", body)[1]["choices"][0]["logprobs"]["content"]
+    pairs = [(one["token"], pytest.approx(one["logprob"])) for one in expected]
+    assert len(pairs) == 4
+    whole = client.chat("tiny", [USER], **asked).logprobs
+    parts = client.chat("tiny", [USER], stream=True, **asked)
+    streamed = [one for part in parts for one in part.logprobs or ()]
+    for found in (whole, streamed, client.generate("tiny", USER["content"], **asked).logprobs):
+        assert [(one.token, one.logprob) for one in found] == pairs
+        assert [len(one.top_logprobs) for one in found] == [2] * 4
+    raw = client.generate("tiny", "w20", raw=True, logprobs=True, options=options)
+    assert [len(one.top_logprobs) for one in raw.logprobs] == [0] * 4
+    assert client.chat("tiny", [USER], options=options).logprobs is None

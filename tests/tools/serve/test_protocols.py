@@ -251,7 +251,7 @@ def test_a_stream_adds_up_to_the_whole(offline, cuts):
     assert [item["type"] for item in done if item.get("content") != "\n"][:2] == kinds[:2]
     assert [item["type"] for item in done].count("function_call") == 2
 
-    lines, whole = both(lambda: OllamaWriter(_Scripted(llm), "m", chats=True))
+    lines, whole = both(lambda: OllamaWriter(answer=_Scripted(llm), model="m", chats=True))
     said = [line["message"] for line in lines]
     for name in ("content", "thinking"):
         assert "".join(one.get(name, "") for one in said) == whole["message"][name]
@@ -267,7 +267,8 @@ def test_an_answer_that_is_cut_says_so_though_it_holds_a_call(offline):
         return writer.whole(cut)
 
     assert whole(MessagesWriter(_Scripted(llm), "m"))["stop_reason"] == "max_tokens"
-    assert whole(OllamaWriter(_Scripted(llm), "m", chats=True))["done_reason"] == "length"
+    found = whole(OllamaWriter(answer=_Scripted(llm), model="m", chats=True))
+    assert found["done_reason"] == "length"
     body = ResponsesRequest.model_validate({"input": "w20"})
     found = whole(
         ResponsesWriter(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.chat_output import CallDelta, ChatOutput, OutputItem, call_id
 from edgellm.tools.serve.output.streams import LINES, OneText
+from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, chat_logprobs
 from edgellm.tools.serve.schemas.history import Earlier
 from edgellm.tools.serve.schemas.openai import ChatRequest, CompletionRequest
 from edgellm.tools.serve.schemas.response_format import Body
@@ -161,8 +163,8 @@ class _OllamaBody(Body):
     options: Options | None = None
     keep_alive: KeepAlive | None = None  # None: until its memory is needed
     think: bool | str | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def ignored(self) -> list[str]:
         """Names of given fields that have no effect."""
@@ -182,6 +184,9 @@ class _OllamaBody(Body):
         elif self.format:
             found["response_format"] = {"type": "json_object"}
         return found
+
+    def _logprobs(self) -> _Fields:
+        return {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
 
     def _thinks(self) -> _Fields:
         if self.think is None:
@@ -205,7 +210,7 @@ class OllamaChat(_OllamaBody):
 
     def as_chat(self) -> ChatRequest:
         """The same in OpenAI's words."""
-        found = self._fields() | self._thinks()
+        found = self._fields() | self._thinks() | self._logprobs()
         found["messages"] = [message.as_openai() for message in self.messages]
         if self.tools:
             found["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
@@ -234,7 +239,7 @@ class OllamaGenerate(_OllamaBody):
         if self.system:
             messages.insert(0, OllamaMessage(role="system", content=self.system))
         found = [message.as_openai() for message in messages]
-        given = self._fields() | self._thinks() | {"messages": found}
+        given = self._fields() | self._thinks() | self._logprobs() | {"messages": found}
         return ChatRequest.model_validate(given).with_defaults(_FORM.defaults)
 
     def as_completion(self) -> CompletionRequest:
@@ -247,7 +252,30 @@ class OllamaGenerate(_OllamaBody):
             name = "images" if self.images else "system"
             raise ApiError(400, f"{name}: a raw prompt is taken as it is", param=name)
         given = self._fields() | {"prompt": self.prompt}
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
         return CompletionRequest.model_validate(given).with_defaults(_FORM.defaults)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log-probabilities of the tokens of each step."""
+
+    places: TokenPlaces
+    end_ids: frozenset[int]  # which are not shown
+
+    @classmethod
+    def of(cls, body: ChatRequest | CompletionRequest, llm: LLM) -> StepLogprobs:
+        """Those of a request."""
+        shown = body.answer_form(llm).shown_tokens if isinstance(body, ChatRequest) else ()
+        places = TokenPlaces(llm.tokenizer, llm.tokenizer.hidden_ids(shown))
+        return cls(places, body.ends(llm.manifest.eos_token_ids))
+
+    def entries(self, step: Step) -> list[_Fields]:
+        """The entries of a step; none if the request has no log-probabilities."""
+        self.places.begins = step.begins
+        shown = (one for one in step.logprobs if one.token_id not in self.end_ids)
+        return chat_logprobs(shown, self.places)
 
 
 class OllamaWriter(OneText):
@@ -255,11 +283,19 @@ class OllamaWriter(OneText):
 
     framing, last = LINES, b""
 
-    def __init__(self, answer: ChatOutput | None, model: str, *, chats: bool) -> None:
+    def __init__(
+        self,
+        *,
+        answer: ChatOutput | None,
+        model: str,
+        chats: bool,
+        logprobs: StepLogprobs | None = None,
+    ) -> None:
         """Create the writer; `answer` None: all output is text."""
         self._answer, self._model, self._chats = answer, model, chats
         self._text = self._thinking = ""
         self._calls: list[_Fields] = []
+        self._logprobs, self._entries = logprobs, list[_Fields]()
 
     def begin(self, started: Started) -> list[_Fields]:
         """No event before the first token."""
@@ -270,7 +306,11 @@ class OllamaWriter(OneText):
         """The line of a step."""
         items = [step.text] if self._answer is None else self._answer.push(step.text)
         found = self._added(items)
-        return [self._line(found, done=False)] if any(found.values()) else []
+        entries = [] if self._logprobs is None else self._logprobs.entries(step)
+        self._entries += entries
+        if not entries:
+            return [self._line(found, done=False)] if any(found.values()) else []
+        return [self._line(found, done=False) | {"logprobs": entries}]
 
     def end(self, figures: Finished) -> list[_Fields]:
         """The held-back items, and the statistics."""
@@ -286,7 +326,8 @@ class OllamaWriter(OneText):
             found["thinking"] = self._thinking
         if self._calls:
             found["tool_calls"] = self._calls
-        return self._line(found, done=True) | _figures(figures)
+        entries = {"logprobs": self._entries} if self._entries else {}
+        return self._line(found, done=True) | entries | _figures(figures)
 
     def _rest(self, figures: Finished) -> list[OutputItem]:
         return [] if self._answer is None else self._answer.finish(is_cut=figures.is_cut)

@@ -20,7 +20,13 @@ from edgellm.tools.serve.output.streams import Writer
 from edgellm.tools.serve.protocols import ollama_models
 from edgellm.tools.serve.protocols.anthropic.messages import CountRequest, MessagesRequest
 from edgellm.tools.serve.protocols.anthropic.writer import MessagesWriter
-from edgellm.tools.serve.protocols.ollama import LATEST, OllamaChat, OllamaGenerate, OllamaWriter
+from edgellm.tools.serve.protocols.ollama import (
+    LATEST,
+    OllamaChat,
+    OllamaGenerate,
+    OllamaWriter,
+    StepLogprobs,
+)
 from edgellm.tools.serve.protocols.ollama_models import EmbedWriter, OllamaEmbed, OllamaEmbeddings
 from edgellm.tools.serve.protocols.openai import chat, completions
 from edgellm.tools.serve.protocols.openai.responses import ResponsesRequest
@@ -66,6 +72,11 @@ class _Conversation:
         self._ask = await chat.ask_of(body, served.llm, served.settings.images, served.lora)
         end = await chat.prompt_end(self._ask, body, served.llm)
         return ChatOutput(body, served.llm, prompt_end=end)
+
+    @property
+    def logprobs(self) -> StepLogprobs:
+        """The log-probabilities of the output's tokens."""
+        return StepLogprobs.of(self._body, self.llm)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -123,14 +134,22 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
         found = ollama_models.loaded(body.model, "load", chats=chats)
         return JSONResponse(found, headers=served.ignored_header(body.ignored()))
 
+    async def talked(body: OllamaChat | OllamaGenerate, request: Request) -> Response:
+        asked = await _Conversation.of(engines, body, request, body.keep_s)
+        writer = OllamaWriter(
+            answer=await asked.output(),
+            model=asked.model,
+            logprobs=asked.logprobs,
+            chats=isinstance(body, OllamaChat),
+        )
+        return await asked.respond(request, writer, body.ignored())
+
     @app.post("/api/chat")
     async def ollama_chat(body: OllamaChat, request: Request) -> Response:
         """Respond to a conversation, in Ollama's form."""
         if body.only_loads:
             return await loaded(body, request)
-        asked = await _Conversation.of(engines, body, request, body.keep_s)
-        writer = OllamaWriter(await asked.output(), asked.model, chats=True)
-        return await asked.respond(request, writer, body.ignored())
+        return await talked(body, request)
 
     @app.post("/api/generate")
     async def ollama_generate(body: OllamaGenerate, request: Request) -> Response:
@@ -138,14 +157,13 @@ def _add_ollama(app: FastAPI, engines: EnginePool) -> None:
         if body.only_loads:
             return await loaded(body, request)
         if not body.raw:
-            asked = await _Conversation.of(engines, body, request, body.keep_s)
-            writer = OllamaWriter(await asked.output(), asked.model, chats=False)
-            return await asked.respond(request, writer, body.ignored())
+            return await talked(body, request)
         given = body.as_completion()
         served = await engines.of(given.model, request, body.keep_s)
         asks = completions.asks_of(given, served.llm.defaults, served.lora)
         asks = [replace(ask, max_tokens=given.max_tokens) for ask in asks]
-        writer = OllamaWriter(None, served.name, chats=False)
+        logprobs = StepLogprobs.of(given, served.llm)
+        writer = OllamaWriter(answer=None, model=served.name, logprobs=logprobs, chats=False)
         streams, ignored = body.stream, body.ignored()
         return await served.respond(request, asks, writer, streams=streams, ignored=ignored)
 
