@@ -40,7 +40,7 @@ DEFAULT_LENGTHS = {
 }
 OF_TOOLS = ("tools.defer_loading", "tools.input_examples", "tools.allowed_callers")
 OF_OTHERS = (
-    "store", "strict", "context_management", "container", *OF_TOOLS, *LOADING,
+    "store", "truncation", "strict", "context_management", "container", *OF_TOOLS, *LOADING,
 )  # fmt: skip
 
 
