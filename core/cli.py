@@ -21,7 +21,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from edgellm.core.command_help import group_flags
-from edgellm.core.commands.entry_points import INTERRUPTED_CODE, NOTHING_HALF_WRITTEN
+from edgellm.core.commands.entry_points import (
+    INTERRUPTED_CODE,
+    NOTHING_HALF_WRITTEN,
+    collect_garbage,
+)
+from edgellm.core.commands.plain_values import read_plainly
 from edgellm.core.errors import EdgeLLMError, fold_name, suggestion
 
 _NO_CHOICE = re.compile("'([^']*)' is not one of (.*)")
@@ -63,6 +68,10 @@ class _Group(TyperGroup):
     """Subcommands; the help ends with the first examples of two of them."""
 
     owner: App
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Parameters, whose plain values are read without pydantic."""
+        return read_plainly(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names, in the order of the help."""
@@ -184,6 +193,10 @@ class App(typer.Typer):
         class Command(TyperCommand):
             common_flags = tuple(common)
 
+            def get_params(self, ctx: Any) -> list[Any]:
+                """Parameters, whose plain values are read without pydantic."""
+                return read_plainly(super().get_params(ctx))
+
             def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
                 """Reject empty paths, which `Path` takes as the current folder."""
                 params = [one for one in self.params if one.name in paths]
@@ -215,6 +228,7 @@ class App(typer.Typer):
         @functools.wraps(function)
         def command(*, debug: bool, **given: Any) -> None:
             self._shows_tracebacks = debug
+            collect_garbage()
             function(**given)
 
         own = inspect.signature(function, eval_str=True).parameters.values()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import shlex
 import types
@@ -313,17 +312,19 @@ def load_manifest(folder: Path, expected: str, form: type[Manifest]) -> Manifest
 
 def _require_version(folder: Path, raw: dict[str, Any], reads: int) -> None:
     """Raise `BrokenArtifactError` for another contract, with the version that wrote it."""
-    version = raw["contract_version"]
-    if version == reads:
+    found = raw["contract_version"]
+    if found == reads:
         return
+    from importlib.metadata import version  # takes a hundredth of a second
+
     provenance = raw.get("provenance")
     written = provenance.get("edgellm") if isinstance(provenance, dict) else None
     by = f" (edgellm {written} wrote it)" if isinstance(written, str) else ""
-    own = importlib.metadata.version("edgellm")
-    is_newer = isinstance(version, int) and version > reads
+    own = version("edgellm")
+    is_newer = isinstance(found, int) and found > reads
     newest = f" to {written} or newer" if by else ""
     raise BrokenArtifactError(
-        f"{folder} has contract version {version}{by}; edgellm {own} here reads {reads}",
+        f"{folder} has contract version {found}{by}; edgellm {own} here reads {reads}",
         hint=(f"update edgellm here{newest}, or " if is_newer else "")
         + f"make it anew, with its flags: {_remake(folder, raw)}",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -39,7 +40,15 @@ def run(module: str) -> None:
     """Import a command's module and run its `main`, which handles signals itself."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    gc.disable()  # imports make no garbage; see `collect_garbage`
     importlib.import_module(module).main()
+
+
+def collect_garbage() -> None:
+    """Collect garbage from now on, but not what `run` imported."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _end(*_: object) -> None:

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +44,8 @@ class OutputKey:
 
     def facts(self) -> dict[str, Any]:
         """The key as JSON; two outputs with equal facts have equal contents."""
+        from importlib.metadata import version  # takes a hundredth of a second
+
         settings = {**self.settings, "edgellm": version("edgellm")}
         return {
             COMMAND: self.command,

@@ -63,9 +63,11 @@ def require_known(
     Raises:
         RequestError: a name is unused, or a switch is neither True nor False.
     """
-    read = tokenizer.template_variables()
     for name in flags:
-        if name in fixed or name not in (*read, *GIVEN, *THINKING):
+        if name in fixed or not (
+            name in (*GIVEN, *THINKING) or name in tokenizer.template_variables()
+        ):
+            read = tokenizer.template_variables()
             raise RequestError(
                 f"{place}{name} is no variable of the model's chat template",
                 hint=_suggestion(name, read, own),

@@ -6,17 +6,20 @@ few steps of other requests in the same batch.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.arrays import LoadedAdapter
 from edgellm.device_runtime.engine.sequence import Step
 from edgellm.device_runtime.scheduler.running_batch import Batch, RunningRequest
+
+if TYPE_CHECKING:
+    import asyncio
 
 PATIENCE_S = 30.0  # longest time that a paused request keeps its place while others wait
 

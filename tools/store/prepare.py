@@ -17,7 +17,6 @@ from edgellm.core.commands.progress import share_of, shown
 from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
 from edgellm.core.manifest import DRAFT_FOLDER, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.tools.store import hub
-from edgellm.tools.store.engine_plan import choose_plan, draft_plan
 from edgellm.tools.store.model_source import BUNDLE, ENGINE, Source, read_source
 from edgellm.tools.store.store import Entry, Recipe, Record, Store, key_of, size_of
 
@@ -184,6 +183,7 @@ def _remove_outdated(store: Store, newest: Entry) -> None:
 def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path) -> Record:
     """Make the engines in a folder; bundles are deleted once their engines are built."""
     from edgellm.build import backends
+    from edgellm.tools.store.engine_plan import choose_plan, draft_plan
 
     bundles = work / "bundles"
     bundle, draft = path, ""

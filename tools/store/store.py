@@ -22,7 +22,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from edgellm.core import file_lock
@@ -177,6 +176,8 @@ class Store:
 
     def add(self, work: Path, record: Record) -> Entry:
         """Move a finished folder of `temporary_folder` into the store; replaces an entry."""
+        from importlib.metadata import version  # takes a hundredth of a second
+
         own = {_FORMAT: FORMAT, _VERSION: version("edgellm")}
         with (work / _RECORD).open("w", encoding="utf-8") as file:
             json.dump({**own, **dataclasses.asdict(record)}, file, indent=2)

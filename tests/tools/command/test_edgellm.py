@@ -70,6 +70,31 @@ def test_the_second_run_finds_the_engine(edgellm, stored):
         assert (again.returncode, again.stdout, again.stderr) == (0, expected, _truncated(4))
 
 
+@pytest.mark.parametrize(
+    ("words", "unwanted"),
+    [
+        (("run", "tiny", *ASK), ("onnx", "onnx_ir", "edgellm.build", "edgellm.export", "PIL")),
+        (("list",), ("numpy", "onnxruntime", "tokenizers", "jinja2", "concurrent.futures")),
+    ],
+    ids=["run", "list"],
+)
+def test_a_second_start_imports_what_it_needs(stored, words, unwanted):
+    """Keep the time to the first forward pass below half a second: importing is most of it."""
+    modules = stored / "modules.json"
+    code = (
+        "import atexit, json, sys\n"
+        "from edgellm.core.commands.entry_points import edgellm\n"
+        f"atexit.register(lambda: json.dump([*sys.modules], open({str(modules)!r}, 'w')))\n"
+        f"sys.argv = ['edgellm', *{[str(word) for word in words]}]\n"
+        "edgellm()"
+    )
+    subprocess.run([sys.executable, "-c", code], stdin=-3, capture_output=True, check=True)
+    imported = set(json.loads(modules.read_text()))
+    never = ("torch", "transformers", "huggingface_hub", "gguf", "rich", "fastapi")
+    never += ("pydantic", "asyncio", "importlib.metadata", "prompt_toolkit", "prometheus_client")
+    assert imported.isdisjoint({*never, *unwanted})
+
+
 def _truncated(tokens):
     return f"note: truncated after {tokens} tokens; --maxTokens sets the limit\n"
 
