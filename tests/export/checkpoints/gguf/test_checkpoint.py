@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.export.checkpoints.checkpoint import read_whole
-from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer
+from edgellm.export.checkpoints.gguf.tokenizer import _short, convert_tokenizer
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -252,6 +253,27 @@ def test_sentencepiece_merges_follow_the_scores():
     assert tokenizer.encode("ab").tokens == ["<s>", "▁a", "b"]  # ▁a scores above ab
     assert tokenizer.encode("A", add_special_tokens=False).tokens == ["▁", "<0x41>"]
     assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_short"),
+    [
+        (["a", "b", "ab", "Ġ", "Ġab"], True),
+        (["a", " b", "a b", "c d", " bc d"], False),  # read from texts, the parts would differ
+        (["#version", "a", "#versiona"], False),  # a text that begins so is a comment
+    ],
+)
+def test_merges_written_as_texts_are_the_same_merges(tokens, is_short):
+    """The library reads both forms, and itself writes pairs."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+
+    known = {token: at for at, token in enumerate(tokens)}
+    merges = [(a, b) for a in tokens for b in tokens if a + b in known]
+    pairs = Tokenizer(BPE(known, merges)).to_str()
+    content = _short(pairs)
+    assert isinstance(json.loads(content)["model"]["merges"][0], str) is is_short
+    assert Tokenizer.from_str(content).to_str() == pairs
 
 
 class _Kept(dict):
