@@ -93,11 +93,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.requests.append((self.command, path, self.headers.get("Range", "")))
         parts = path.strip("/").split("/")
         if parts[0] == "cdn":
-            self._send_large(self._content("/".join(parts[1:3]), parts[3]), has_body=has_body)
+            self._send_large(
+                self._content("/".join(parts[1:3]), "/".join(parts[3:])), has_body=has_body
+            )
         elif parts[:2] == ["api", "models"]:
             self._send_info("/".join(parts[2:4]), parts[4:])
         elif len(parts) > 4 and parts[2] == "resolve":
-            self._send_file("/".join(parts[:2]), parts[4], has_body=has_body)
+            self._send_file("/".join(parts[:2]), "/".join(parts[4:]), has_body=has_body)
         else:
             self._fail(404, "")
 

@@ -81,6 +81,11 @@ def run(
             raise EdgeLLMError(f"--image {image}: no such file", hint="check the path")
 
     def start(found: Prepared) -> Conversation:
+        if images and found.visual is None:
+            raise EdgeLLMError(
+                f"{found.name} takes text only, no --image",
+                hint="leave --image out, or give a checkpoint or hub id of a model that sees",
+            )
         return _open(found, sampling_flags, system, max_tokens, enable_thinking=enable_thinking)
 
     if text is None:
@@ -100,12 +105,15 @@ def run(
 
 def _prompt(given: str | None) -> str | None:
     """The prompt, followed by the text of standard input; None for a chat."""
-    if sys.stdin is None or sys.stdin.isatty() or (given is not None and not _has_text()):
-        return given
-    text = sys.stdin.read().strip()
-    parts = [part for part in (given, text) if part]
+    has_stdin = sys.stdin is not None and not sys.stdin.isatty()
+    reads = has_stdin and (given is None or _has_text())
+    if given is None and not reads:
+        return None
+    text = sys.stdin.read().strip() if reads else ""
+    parts = [part for part in (given, text) if part and part.strip()]
     if not parts:
-        raise EdgeLLMError("standard input is empty", hint="give a prompt")
+        empty = "standard input is empty" if given is None else "the prompt is empty"
+        raise EdgeLLMError(empty, hint="give a prompt")
     return "\n\n".join(parts)
 
 

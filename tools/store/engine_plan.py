@@ -38,11 +38,7 @@ def choose_plan(source: Path, bundle: Bundle, recipe: Recipe, engine: Path) -> t
     """
     backend = backends.choose("auto", recipe.device or "")
     longest = bundle.decoder.max_positions
-    if recipe.context is not None and recipe.context > longest:
-        raise LimitError(
-            f"--context {recipe.context}: the model has {longest} positions",
-            hint=f"give {longest} or less",
-        )
+    require_positions(recipe.context, longest)
 
     def estimate(plan: Plan) -> tuple[int, int]:
         found = predict(source, bundle, plan, backend, engine).estimate
@@ -68,6 +64,15 @@ def choose_plan(source: Path, bundle: Bundle, recipe: Recipe, engine: Path) -> t
         plan = dataclasses.replace(plan, quantize="int4")
     require_fit(predict(source, bundle, plan, backend, engine).needs)
     return backend, plan
+
+
+def require_positions(context: int | None, longest: int) -> None:
+    """Raise `LimitError` if a context exceeds the model's positions."""
+    if context is not None and context > longest:
+        raise LimitError(
+            f"--context {context}: the model has {longest} positions",
+            hint=f"give {longest} or less",
+        )
 
 
 def draft_plan(plan: Plan) -> Plan:

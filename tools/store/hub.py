@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +95,7 @@ def download(reference: str) -> Download:
     return _found(folder, repository, names)
 
 
-def choose(reference: str, names: Iterable[str], precision: str) -> list[str]:
+def choose(reference: str, names: Collection[str], precision: str) -> list[str]:
     """The files of a repository that edgellm reads.
 
     Args:
@@ -172,7 +172,8 @@ def _announce(info: ModelInfo, sizes: dict[str, int], names: list[str], cache: P
     total = sum(sizes[name] for name in missing)
     if not missing:
         return
-    typer.echo(f"downloading {info.id}: {len(missing)} files, {total / 1e6:.1f} MB", err=True)
+    count = f"{len(missing)} file{'s' if len(missing) > 1 else ''}"
+    typer.echo(f"downloading {info.id}: {count}, {total / 1e6:.1f} MB", err=True)
     room = free(cache)
     if total > room:
         raise LimitError(
@@ -193,7 +194,8 @@ def _cached(reference: str, error: Exception) -> Download:
     why = "HF_HUB_OFFLINE is set" if offline else f"{_endpoint()} cannot be reached"
     try:
         folder = place / "snapshots" / (place / "refs" / "main").read_text("utf-8")
-        names = choose(reference, (each.name for each in folder.iterdir()), precision)
+        cached = [each.relative_to(folder).as_posix() for each in folder.rglob("*")]
+        names = choose(reference, cached, precision)
     except (OSError, UnsupportedModelError):
         raise EdgeLLMError(
             f"{why}, and the hub's cache lacks {reference}",

@@ -183,13 +183,17 @@ def _remove_outdated(store: Store, newest: Entry) -> None:
 def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path) -> Record:
     """Make the engines in a folder; bundles are deleted once their engines are built."""
     from edgellm.build import backends
-    from edgellm.tools.store.engine_plan import choose_plan, draft_plan
+    from edgellm.tools.store.engine_plan import choose_plan, draft_plan, require_positions
 
     bundles = work / "bundles"
     bundle, draft = path, ""
     checkpoint = None
     if source.kind != BUNDLE:
         checkpoint = _open(path)
+        text = checkpoint.config.get("text_config")  # of a model that sees
+        config = text if isinstance(text, dict) else checkpoint.config
+        if isinstance(longest := config.get("max_position_embeddings"), int):
+            require_positions(recipe.context, longest)  # before the export, which takes minutes
         bundle, draft = _export(source, checkpoint, recipe, bundles)
     manifest = load_bundle(bundle, LLM_BUNDLE)
     backend, plan = choose_plan(bundle, manifest, recipe, work / "engine")

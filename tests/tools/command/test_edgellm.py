@@ -152,7 +152,9 @@ def test_what_the_flags_ask_for_is_another_engine(edgellm):
         newest = json.loads(edgellm("list", "--json").stdout)[0]
         assert newest[key] == value
     assert_one_line_error(edgellm("run", "tiny", *ASK, "--fast", "--quantize", "int8"), "--fast")
-    assert_one_line_error(edgellm("run", "tiny", *ASK, "--context", 9999), "positions")
+    long = edgellm("run", "tiny", *ASK, "--context", 9999)
+    assert_one_line_error(long, "positions")
+    assert "exporting" not in long.stderr
 
 
 @pytest.mark.usefixtures("empty")
@@ -216,6 +218,8 @@ def test_removal_says_what_it_deletes(edgellm, empty, tiny_checkpoint):
         (("run", "tiny", "hi", "--device", "tpu"), ("--device tpu",)),
         (("run", "tiny", "hi", "--image", "none.png"), ("--image none.png", "no such file")),
         (("run", "tiny", "hi", "--draft", "/no/such"), ("/no/such",)),
+        (("run", "tiny", "hi", "--image", __file__), ("tiny takes text only", "leave --image out")),
+        (("run", "tiny", " "), ("the prompt is empty",)),
     ],
 )
 @pytest.mark.usefixtures("stored")

@@ -170,3 +170,20 @@ def test_without_a_connection_the_cache_answers_or_one_line_does(edgellm, tmp_pa
     again = edgellm("pull", "owner/tiny", HF_HUB_OFFLINE=True)
     assert again.returncode == 0, again.stderr
     assert not list((tmp_path / "edgellm").rglob("*.partial-*"))
+
+
+@pytest.mark.parametrize("name", ["m-Q4_0.gguf", "Q4_0/m-Q4_0.gguf"])
+@pytest.mark.parametrize("precision", ["", ":Q4_0"])
+def test_without_a_connection_a_gguf_file_of_the_cache_is_found(hub, tmp_path, name, precision):
+    hub.add("owner/quantized", {name: b"GGUF", "README.md": b""})
+    code = (
+        "from edgellm.tools.store.hub import download\n"
+        "from huggingface_hub import constants\n"
+        f"first = download('owner/quantized{precision}')\n"
+        "constants.HF_HUB_OFFLINE = True\n"
+        f"assert download('owner/quantized{precision}') == first\n"
+        "print(first.path)"
+    )
+    environment = {**os.environ, **hub.environment(tmp_path)}
+    path = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert path.strip().endswith(f"/{name}")
