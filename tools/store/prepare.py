@@ -14,7 +14,7 @@ import typer
 from edgellm.core.artifact import temporary_folder
 from edgellm.core.commands.extras import remedy
 from edgellm.core.commands.progress import share_of, shown
-from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
+from edgellm.core.errors import BrokenArtifactError, EdgeLLMError, LimitError
 from edgellm.core.manifest import DRAFT_FOLDER, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.tools.store import hub
 from edgellm.tools.store.model_source import BUNDLE, ENGINE, Source, read_source
@@ -31,6 +31,14 @@ _TRAINED = {
     "meta-llama/Llama-3.1-8B-Instruct": "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
     "meta-llama/Llama-3.3-70B-Instruct": "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",
+}
+_STORE_ELSEWHERE = "name a folder on another disk in EDGELLM_HOME"
+_REMEDIES = {  # by those of llm_build
+    "give an --engineDir on another disk": _STORE_ELSEWHERE,
+    "give a folder on another disk": _STORE_ELSEWHERE,
+    "quantize the model": "give --fast",
+    "--maxKVCacheCapacity or --maxBatchSize": "--context",
+    "--maxKVCacheCapacity": "--context",
 }
 _Result = TypeVar("_Result")
 
@@ -155,8 +163,11 @@ def _make(store: Store, source: Source, recipe: Recipe, *, again: bool) -> Entry
         fitting.touch()
         return fitting
     target = store.models / key_of(identity, recipe)
-    with temporary_folder(target) as work:
-        entry = store.add(work, _build(source, path, identity, recipe, work))
+    try:
+        with temporary_folder(target) as work:
+            entry = store.add(work, _build(source, path, identity, recipe, work))
+    except LimitError as error:
+        raise LimitError(str(error), hint=_own_remedy(error.hint)) from None
     _remove_outdated(store, entry)
     record = entry.record
     typer.echo(
@@ -166,6 +177,13 @@ def _make(store: Store, source: Source, recipe: Recipe, *, again: bool) -> Entry
         err=True,
     )
     return entry
+
+
+def _own_remedy(hint: str) -> str:
+    """A hint of llm_build with the flags and variables of `edgellm run`."""
+    for theirs, own in _REMEDIES.items():
+        hint = hint.replace(theirs, own)
+    return hint
 
 
 def _remove_outdated(store: Store, newest: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -233,6 +234,26 @@ def test_paths_without_a_model_are_rejected(edgellm, empty, tmp_path):
     assert_one_line_error(edgellm("run", tmp_path / "folder", "hi"), "holds no model")
     assert_one_line_error(edgellm("run", tmp_path / "text.txt", "hi"), "neither a folder nor")
     assert not empty.exists()
+
+
+@pytest.mark.parametrize("place", ["resource_estimate.free_disk_bytes", "engine.build_engine"])
+def test_a_full_disk_names_what_moves_the_store(
+    edgellm, empty, tiny_checkpoint, monkeypatch, place
+):
+    """The estimate before a build finds it, or the build; llm_build names its own flags."""
+
+    def no_room(*_):
+        if "free" in place:
+            return 1000
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"edgellm.build.{place}", no_room)
+    failed = edgellm("run", tiny_checkpoint, *ASK)
+    assert failed.returncode == 2
+    assert failed.stderr.splitlines()[-1] == (
+        "hint: free some space, or name a folder on another disk in EDGELLM_HOME"
+    )
+    assert not [path for path in (empty / "models").iterdir() if path.suffix != ".lock"]
 
 
 def _start(home, *words):
