@@ -5,7 +5,7 @@
     python benchmarks/export.py quantize --shape 8b --layers 2
     python benchmarks/export.py build --shapes 1b 8b
     python benchmarks/export.py pack --shapes 8b --layers 4    # packing of a build, and a copy
-    python benchmarks/export.py sizes       # bundles and engines of GGUF files, by format
+    python benchmarks/export.py sizes       # bundles and engines of GGUF files, by format and part
     python benchmarks/export.py tensorrt    # engines of TensorRT-RTX, without a GPU
 
 Without a mode, all of them run. Weights are random except in the first row, since neither time nor
@@ -22,9 +22,11 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import gguf
 import onnx_ir as ir
 from harness import command
 from harness.models import checkpoints, random_gguf, random_weights
@@ -62,6 +64,10 @@ SCHEMES = {
     "mixed, 5.7 bits": ["--target_bits", "5.7"],
 }
 KINDS = ("Q4_0", "Q4_K", "AWQ")
+# Parts of a GGUF file and of its engine.
+_HEAD, _SCALES, _ROTARY = "embedding and head in Q6_K", "its scales for lookups", "rotary tables"
+_REST, _ALL = "tokenizer, norms, metadata", "all"
+_PARTS = ("layers in Q4_K", "layers in Q6_K", _HEAD, _SCALES, _ROTARY, _REST, _ALL)
 _BOUND, _COPIES = 600e6, 2
 _TORCH_EXPORT = """
 import sys, torch
@@ -252,6 +258,57 @@ def show_sizes(given: argparse.Namespace, report: Report) -> None:
     report.add(
         "gguf-sizes", columns, [[kind, *row] for kind, row in zip(kinds, shown, strict=True)]
     )
+
+    _show_parts(given, report)
+
+
+def _show_parts(given: argparse.Namespace, report: Report) -> None:
+    """Compare the parts of a Q4_K_M file, whose head is tied, with those of its engine."""
+    shape = "small" if given.quick else "1b"
+    config = {**random_weights.SHAPES[shape], "tie_word_embeddings": True}
+    with tempfile.TemporaryDirectory(dir=given.work) as folder:
+        work = Path(folder)
+        _export_quantized(config, random_gguf.MIXED, work)
+        flags = "--onnxDir", work / "bundle", "--engineDir", work / "engine", "--noCheck"
+        lengths = "--maxInputLen", 1024, "--maxKVCacheCapacity", 8192
+        run_process(*module_command("edgellm.build.cli", *flags, *lengths))
+        whole = (work / "model.gguf").stat().st_size, folder_bytes(work / "engine")
+        stored, engine = _parts_of_file(work / "model.gguf"), _parts_of_engine(work / "engine")
+    stored[_REST], engine[_REST] = whole[0] - stored.total(), whole[1] - engine.total()
+    stored[_ALL], engine[_ALL] = whole
+    rows = []
+    for part in _PARTS:
+        before, after = stored[part], engine[part]
+        added = f"{100 * (after - before) / whole[0]:.1f} %"
+        rows.append([part, f"{before / 1e6:.1f}", f"{after / 1e6:.1f}", added])
+    report.add("gguf-parts", ("part", "file MB", "engine MB", "added, of the file"), rows)
+
+
+def _parts_of_file(path: Path) -> Counter[str]:
+    """Bytes of a GGUF file's matrices by part."""
+    found: Counter[str] = Counter()
+    for tensor in gguf.GGUFReader(path).tensors:
+        kind = tensor.tensor_type.name
+        name = _HEAD if tensor.name == "token_embd.weight" else f"layers in {kind}"
+        if name in _PARTS:
+            found[name] += int(tensor.n_bytes)
+    return found
+
+
+def _parts_of_engine(folder: Path) -> Counter[str]:
+    """Bytes of an engine's tensors by part: packed weights keep 4 bits, or have 8."""
+    found: Counter[str] = Counter()
+    for name, value in ir.load(folder / "decode.onnx").graph.initializers.items():
+        num_bytes = value.const_value.nbytes if value.const_value is not None else 0
+        if name.startswith("head."):
+            found[_HEAD] += num_bytes
+        elif name.endswith("_packed"):
+            found["layers in Q4_K" if "int4" in name else "layers in Q6_K"] += num_bytes
+        elif name.endswith(".table"):
+            found[_SCALES] += num_bytes
+        elif name in ("Cos", "Sin"):
+            found[_ROTARY] += num_bytes
+    return found
 
 
 def _sizes(kind: str, is_tied: bool) -> tuple[float, float]:

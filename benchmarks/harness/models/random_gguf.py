@@ -26,6 +26,7 @@ _SCALES = {
     "Q5_K": (0, 2, 5e-5), "Q6_K": (208, -1, 2e-5), "IQ4_NL": (0, -1, 3e-4), "IQ4_XS": (0, -1, 2e-5),
 }  # fmt: skip
 KINDS = tuple(_SCALES)
+MIXED = "Q4_K_M"  # llama.cpp's mixture of Q4_K and Q6_K
 _LARGEST = {"Q4_1": 15, "Q5_1": 31, "Q2_K": 3, "Q4_K": 15, "Q5_K": 31}  # codes of those with minima
 _OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -71,21 +72,37 @@ def write_mixture(config: dict[str, Any], tokenizer: Path, output: Path) -> None
     writer.add_expert_count(config["num_experts"])
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    _write_tensors(writer, _mixture_shapes(config), "Q4_0")
+    shapes = _mixture_shapes(config)
+    _write_tensors(writer, shapes, dict.fromkeys(shapes, "Q4_0"))
 
 
 def write_llama(config: dict[str, Any], kind: str, path: Path) -> None:
-    """Write a config of `random_weights.SHAPES` of the family llama, all matrices in one format."""
+    """Write a config of `random_weights.SHAPES` of the family llama, in one format or `MIXED`."""
     writer = _begun(path, "llama", config)
     _add_words(writer, config["vocab_size"])
-    _write_tensors(writer, dict(_llama_shapes(config)), kind)
+    shapes = dict(_llama_shapes(config))
+    kinds = {name: _mixed(name, config) if kind == MIXED else kind for name in shapes}
+    _write_tensors(writer, shapes, kinds)
 
 
-def _write_tensors(writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], kind: str) -> None:
-    """Write all matrices except routers in blocks of a kind, tensor by tensor."""
-    values, size = _block_sizes(kind)
-    in_blocks = gguf.GGMLQuantizationType[kind]
+def _mixed(name: str, config: dict[str, Any]) -> str:
+    """Return the format of a tensor in `MIXED`, as llama.cpp chooses it."""
+    if not name.startswith("blk."):
+        is_head = name == "output.weight" or config["tie_word_embeddings"]
+        return "Q6_K" if is_head else "Q4_K"
+    at, count = int(name.split(".")[1]), config["num_hidden_layers"]
+    first = count // 8
+    is_finer = at < first or at >= 7 * count // 8 or (at - first) % 3 == 2
+    return "Q6_K" if is_finer and ("attn_v" in name or "ffn_down" in name) else "Q4_K"
+
+
+def _write_tensors(
+    writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], kinds: dict[str, str]
+) -> None:
+    """Write all matrices except routers in blocks of their kinds, tensor by tensor."""
     for name, shape in shapes.items():
+        values, size = _block_sizes(kinds[name])
+        in_blocks = gguf.GGMLQuantizationType[kinds[name]]
         if _is_float(name):
             writer.add_tensor_info(name, shape, np.dtype(np.float32), 4 * int(np.prod(shape)), None)
         else:
@@ -95,11 +112,14 @@ def _write_tensors(writer: gguf.GGUFWriter, shapes: dict[str, tuple[int, ...]], 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    some, random = _blocks(kind), np.random.default_rng(0)
+    blocks = {kind: _blocks(kind) for kind in {*kinds.values()}}
+    random = np.random.default_rng(0)
     for name, shape in shapes.items():
         if not _is_float(name):
+            values, size = _block_sizes(kinds[name])
             stored = (*shape[:-1], shape[-1] // values * size)
-            writer.write_tensor_data(np.resize(some, int(np.prod(stored))).reshape(stored))
+            some = np.resize(blocks[kinds[name]], int(np.prod(stored)))
+            writer.write_tensor_data(some.reshape(stored))
         elif "norm" in name:
             writer.write_tensor_data(np.ones(shape, np.float32))
         else:
