@@ -279,7 +279,7 @@ def _show_parts(given: argparse.Namespace, report: Report) -> None:
     rows = []
     for part in _PARTS:
         before, after = stored[part], engine[part]
-        added = f"{100 * (after - before) / whole[0]:.1f} %"
+        added = f"{round(100 * (after - before) / whole[0], 1) + 0:.1f} %"  # no -0.0
         rows.append([part, f"{before / 1e6:.1f}", f"{after / 1e6:.1f}", added])
     report.add("gguf-parts", ("part", "file MB", "engine MB", "added, of the file"), rows)
 
