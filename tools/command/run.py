@@ -105,11 +105,12 @@ def run(
 
 def _prompt(given: str | None) -> str | None:
     """The prompt, followed by the text of standard input; None for a chat."""
-    has_stdin = sys.stdin is not None and not sys.stdin.isatty()
-    reads = has_stdin and (given is None or _has_text())
-    if given is None and not reads:
+    stdin = None if sys.stdin is None or sys.stdin.isatty() else sys.stdin
+    if given is not None and stdin is not None and not _has_text():
+        stdin = None
+    if given is None and stdin is None:
         return None
-    text = sys.stdin.read().strip() if reads else ""
+    text = stdin.read().strip() if stdin else ""
     parts = [part for part in (given, text) if part and part.strip()]
     if not parts:
         empty = "standard input is empty" if given is None else "the prompt is empty"
