@@ -53,7 +53,8 @@ def inspect(path: Path, *, verify: bool = False) -> Report:
 
         return inspect_gguf(path)
     if not path.is_dir():
-        raise EdgeLLMError(f"no such file or folder: {path}", hint=_WANTED)
+        stored = "; edgellm show MODEL prints the folder of a stored model"
+        raise EdgeLLMError(f"no such file or folder: {path}", hint=_WANTED + stored)
     reader = _READERS.get(kind_of(path))
     if reader is not None:
         return reader(path, verify_files if verify else verify_sizes)
