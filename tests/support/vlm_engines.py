@@ -27,6 +27,9 @@ from edgellm.export.pipeline.visual import VisualOptions, export_visual
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
 SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS]
 VOCABULARY = 96
+FAMILIES = visual.supported()
+SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe")  # those of idefics3 and qwen3_vl
+GPU_FAMILIES = [name for name in FAMILIES if not name.startswith("qwen3_5")]  # not recurrent
 _PLACEHOLDER = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "internvl": "<IMG_CONTEXT>",

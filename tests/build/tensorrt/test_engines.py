@@ -19,6 +19,7 @@ from tensorrt_bundles import (
     Engine,
     compile_bundle,
 )
+from vlm_engines import FAMILIES, SHARED_ENCODERS
 
 from edgellm.build.lowering.linears.weights import linear_layers
 from edgellm.build.tensorrt import compiler
@@ -34,7 +35,7 @@ from edgellm.core.graph_io import (
 )
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, load_engine
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
-from edgellm.export import models, visual
+from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -172,15 +173,15 @@ def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:
     ("family", "precision"),
     [
         (family, precision)
-        for family in visual.supported()
+        for family in FAMILIES
         for precision in ("fp16", "int8", "fp8")
-        if family != "smolvlm" or precision == "fp16"  # its encoder is idefics3's
+        if family not in SHARED_ENCODERS or precision == "fp16"
     ],
 )
 def test_encoders_compile_to_few_kernels(bundles, tmp_path, family, precision):
     """Each on one of the GPUs; each family and each precision runs on both."""
     bundle = bundles.make(family, precision)
-    sm = GPUS[(visual.supported().index(family) + (precision == "int8")) % 2]
+    sm = GPUS[(FAMILIES.index(family) + (precision == "int8")) % 2]
     _check_encoder(compile_bundle(bundle, family, tmp_path / "engine", sm), bundle)
 
 

@@ -11,6 +11,7 @@ from block_reference import LAYOUTS, make_blocks
 from conftest import make_checkpoint
 from model_configs import attending
 from tensorrt_bundles import CAPACITY, PRECISIONS, TOWER, TREE, Bundles
+from vlm_engines import FAMILIES, GPU_FAMILIES, SHARED_ENCODERS
 
 from edgellm.build.lowering.function_calls import inline
 from edgellm.build.lowering.weights import WeightFile
@@ -25,25 +26,24 @@ from edgellm.build.tensorrt.lowering.op_table import CHECKED
 from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, VISUAL_BUNDLE, load_bundle
-from edgellm.export import models, visual
+from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.multimodal.patch_grid import grid_inputs
 
-OF_OTHERS = "smolvlm"  # whose encoder and decoder are idefics3's
 ENCODERS = [
     (family, precision)
-    for family in visual.supported()
+    for family in FAMILIES
     for precision in ("fp16", "int8", "fp8")
-    if family != OF_OTHERS or precision == "fp16"
+    if family not in SHARED_ENCODERS or precision == "fp16"
 ]
 TEXTS = [
     (family, precision)
-    for family in visual.supported()
+    for family in GPU_FAMILIES
     for precision in PRECISIONS
-    if family != OF_OTHERS or precision == "fp16"
+    if family not in SHARED_ENCODERS or precision == "fp16"
 ]
 CASES = [
     *((kind, precision) for kind in ("eagle_base", "draft") for precision in PRECISIONS),
@@ -281,7 +281,7 @@ def test_adapted_float16_decoders_equal_the_portable_graph(bundles):
     check_numbers(path, decoder_feeds(ir.load(path)), 3e-2)
 
 
-@pytest.mark.parametrize("family", visual.supported())
+@pytest.mark.parametrize("family", FAMILIES)
 def test_adapted_encoders_equal_the_portable_graph(bundles, family):
     bundle = bundles.make(family, "fp16", "fp32")
     spec = load_bundle(bundle, VISUAL_BUNDLE).vision

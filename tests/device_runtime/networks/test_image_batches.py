@@ -14,7 +14,7 @@ from fake_gpu import FakeDevice, FakeEngine
 from image_checkpoints import picture
 from lowered_engines import Lowered, lower_for_gpu
 from scripted_sequences import VOCABULARY, Scripted, random_images, run_together
-from vlm_engines import MROPE, build_vlm, make_vlm
+from vlm_engines import GPU_FAMILIES, MROPE, build_vlm, make_vlm
 
 from edgellm.build.onnxruntime_cuda.options import CudaOptions
 from edgellm.build.plan import Plan
@@ -29,7 +29,6 @@ from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.runners.tensorrt.batch_runner import BatchRunner
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
 from edgellm.device_runtime.scheduler.request_output import RequestOutput
-from edgellm.export import visual
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -50,7 +49,7 @@ def open_cuda(folder) -> DecoderNetwork:
         return cuda_on_cpu.open_base(folder / "engine")
 
 
-@pytest.fixture(scope="module", params=visual.supported())
+@pytest.fixture(scope="module", params=GPU_FAMILIES)
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = open_checkpoint(str(make_vlm(folder / "checkpoint", request.param)))
