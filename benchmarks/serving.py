@@ -447,11 +447,12 @@ def _measure(way: str, path: Path, load: Load, given: argparse.Namespace) -> dic
         reply = subprocess.run(
             [*map(str, words)],
             input=json.dumps(asdict(load)),
-            check=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            check=False,
+            capture_output=True,
             text=True,
         )
+        if reply.returncode:
+            sys.exit(f"{way}: {reply.stderr.strip().splitlines()[-1:]}")
         return json.loads(reply.stdout.splitlines()[-1])
     flags = ("--spec", "auto") if "auto" in way else ()
     with serving(path, *flags) as (port, pid):

@@ -58,13 +58,11 @@ Encode = Callable[[np.ndarray, tuple[int, int]], object]
 
 
 def make_model(folder: Path, depth: int) -> None:
-    """Write a random checkpoint with a tokenizer of bytes, unless it exists."""
+    """Write a random checkpoint with a tokenizer of bytes."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    if folder.exists():
-        return
     torch.manual_seed(0)
     full = [index for index in range(depth) if index % 4 == 3]
     config = Qwen2_5_VLConfig(
@@ -202,7 +200,10 @@ def _built(given: argparse.Namespace) -> tuple[Path, dict[str, Path]]:
     """Return the working folder and the engines, made if missing."""
     work = given.work / f"vlm-{given.depth}"
     work.mkdir(parents=True, exist_ok=True)
-    make_model(work / "model", given.depth)
+    if not (model := work / "model").exists():
+        partial = work / "model.partial"
+        make_model(partial, given.depth)
+        partial.rename(model)
     return work, build(work, given.threads)
 
 

@@ -89,7 +89,8 @@ class KVCacheManager:
         """Share of the KV cache used by running sequences; from any thread."""
         base, begun = self.base, list(self._begun.items())
         if not self.steps_together:
-            return max((len(kvs[0].keys) for _, kvs in begun), default=0) / base.capacity
+            running = [kvs[0] for one, kvs in begun if not one.is_over]
+            return max((len(kv.keys) for kv in running), default=0) / base.capacity
         over = [one.kvs[0] for one in self._finished.all]
         over += [kvs[0] for one, kvs in begun if one.is_over]
         whole = -(-base.capacity // base.block_size) * base.block_size * base.max_batch_size

@@ -107,6 +107,16 @@ def test_steps_carry_the_text(scripted, llm):
     assert answer.timings()["generation_tokens_per_second"] > 0
 
 
+def test_the_usage_of_the_kv_cache_is_that_of_running_sequences(llm):
+    answer = llm.generate("w20 w21", sampling=GREEDY, max_generate_length=3)
+    steps = iter(answer)
+    next(steps)
+    positions = llm.kv_cache_manager.usage * llm.kv_cache_manager.base.capacity
+    assert positions == len(answer.prompt.token_ids)
+    list(steps)
+    assert llm.kv_cache_manager.usage == 0
+
+
 def test_max_length_ends_the_output(scripted, llm):
     scripted("w9", "w10", "w11")
     answer = llm.generate("w20", sampling=GREEDY, max_generate_length=2)

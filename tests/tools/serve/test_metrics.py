@@ -55,4 +55,4 @@ def test_counters_are_the_sums_of_the_responses(roomy_engine):
     assert samples["vllm:e2e_request_latency_seconds_count", None] == 3
     assert samples["vllm:inter_token_latency_seconds_count", None] > 3
     assert samples["vllm:num_requests_running", None] == 0
-    assert 0 < samples["vllm:kv_cache_usage_perc", None] < 0.1
+    assert samples["vllm:kv_cache_usage_perc", None] == 0
