@@ -1,6 +1,6 @@
 """Run all benchmarks, and write the tables of docs/benchmarks.md from results.json.
 
-    python benchmarks/run.py                   # three hours, 20 GB of disk
+    python benchmarks/run.py                   # hours, 20 GB of disk
     python benchmarks/run.py --only decode     # scripts by name
     python benchmarks/run.py --quick           # minutes: shows that all run, writes nothing
     python benchmarks/run.py --tables          # runs nothing, only writes the page
