@@ -167,7 +167,7 @@ def _place(cache: Path, repository: str) -> Path:
 
 
 def _announce(info: ModelInfo, sizes: dict[str, int], names: list[str], cache: Path) -> None:
-    """Say what is downloaded, unless the cache has it; require room on the disk."""
+    """Print what will be downloaded, if the cache lacks it; require room on the disk."""
     missing = _lacking(info, names, cache)
     total = sum(sizes[name] for name in missing)
     if not missing:

@@ -7,9 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from edgellm.tools.serve.tool_calls.parser import Call, Tools
+from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 
 _LONGEST = 1 << 16  # characters
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class TaggedPythonParser(TaggedParser):
+    """Calls in Python syntax between tags; JSON works there, too."""
+
+    def _calls(self, text: str) -> tuple[list[Call], str]:
+        if text.lstrip().startswith(("[{", "{")):
+            return json_calls(text, self._tools)
+        return python_calls(text, self._tools), ""
 
 
 def python_calls(text: str, tools: Tools) -> list[Call]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
-from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.pythonic import python_calls
-from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
+from edgellm.tools.serve.tool_calls.pythonic import TaggedPythonParser
 
 _OPEN, _CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
-class Lfm2Parser(TaggedParser):
+class Lfm2Parser(TaggedPythonParser):
     """See `ToolParser`; calls that must be made have JSON between the tags."""
 
     openings, closing = (_OPEN,), _CLOSE
@@ -27,8 +25,3 @@ class Lfm2Parser(TaggedParser):
         """Whether the template has the tags, or LFM2's list of tools."""
         has_list = "<|tool_list_start|>" in template or "List of tools: " in template
         return _OPEN in template or (has_list and "<|im_start|>" in template)
-
-    def _calls(self, text: str) -> tuple[list[Call], str]:
-        if text.lstrip().startswith(("[{", "{")):
-            return json_calls(text, self._tools)
-        return python_calls(text, self._tools), ""

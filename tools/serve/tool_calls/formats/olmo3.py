@@ -8,14 +8,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 from edgellm.tools.serve.tool_calls.grammar import CallForm
-from edgellm.tools.serve.tool_calls.parser import Call
-from edgellm.tools.serve.tool_calls.pythonic import python_calls
-from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
+from edgellm.tools.serve.tool_calls.pythonic import TaggedPythonParser
 
 _OPEN, _CLOSE = "<function_calls>", "</function_calls>"
 
 
-class Olmo3Parser(TaggedParser):
+class Olmo3Parser(TaggedPythonParser):
     """See `ToolParser`; calls that must be made have JSON between the tags."""
 
     openings, closing = (_OPEN,), _CLOSE
@@ -26,8 +24,3 @@ class Olmo3Parser(TaggedParser):
     def recognises(template: str) -> bool:
         """Whether the template has the tags."""
         return _OPEN in template and "functions" in template
-
-    def _calls(self, text: str) -> tuple[list[Call], str]:
-        if text.lstrip().startswith(("[{", "{")):
-            return json_calls(text, self._tools)
-        return python_calls(text, self._tools), ""
