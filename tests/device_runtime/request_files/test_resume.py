@@ -249,14 +249,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(inference, tmp_path):
 
 
 def test_a_second_ctrl_c_ends_at_once():
-    """While the first is handled by code that Python does not interrupt."""
+    """While the first is handled by code that Python does not interrupt.
+
+    The lines are written without a buffer: a signal between the write and the return of a
+    buffered flush makes Python write the line again.
+    """
     code = (
-        "import itertools, time; from edgellm.core.cli import run_command\n"
+        "import itertools, os, time; from edgellm.core.cli import run_command\n"
         "def work():\n"
         "    try:\n"
-        "        print('on', flush=True); time.sleep(60)\n"
+        "        os.write(1, b'on\\n'); time.sleep(60)\n"
         "    finally:\n"
-        "        print('cleaning', flush=True); sum(itertools.repeat(0, 10**11))\n"
+        "        os.write(1, b'cleaning\\n'); sum(itertools.repeat(0, 10**11))\n"
         "run_command(work)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
