@@ -9,6 +9,7 @@ import threading
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import anthropic
 import openai
 import pytest
 from PIL import Image
@@ -149,6 +150,52 @@ def test_the_client_of_openai_sends_them(server, offline):
         model="engine", messages=_messages(_uri(RED)), max_tokens=6, temperature=0, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == offline(RED)
+
+
+def test_images_in_results_of_tools(server, engines):
+    """As the clients of Anthropic and OpenAI send them; the output is that of a user's image."""
+    asked, text = {"role": "user", "content": "w1 w2"}, {"type": "text", "text": "w3"}
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "w3"}
+    llm = LLM(engines.engine, multimodal_engine_dir=engines.visual_engine)
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    outputs = []
+    for image in (RED, BLUE):
+        shown = {"role": "user", "content": [{"type": "image", "image": _uri(image)}]}
+        output = llm.generate(
+            [asked, called, result, shown],
+            sampling=SamplingParams(temperature=0),
+            max_generate_length=6,
+        )
+        list(output)
+        outputs.append(output.text)
+        source = {"type": "base64", "media_type": "image/png", "data": _uri(image).split(",")[1]}
+        block = {"type": "tool_result", "tool_use_id": "c"}
+        block["content"] = [text, {"type": "image", "source": source}]
+        use = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+        turns = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [block]}]
+        made = claude.messages.create(
+            model="engine", max_tokens=6, messages=[asked, *turns], extra_body={"temperature": 0}
+        )
+        assert made.content[0].text == output.text
+        function_call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+        parts = [{"type": "input_text", "text": "w3"}]
+        parts.append({"type": "input_image", "image_url": _uri(image)})
+        returned = {"type": "function_call_output", "call_id": "c", "output": parts}
+        made = client.responses.create(
+            model="engine", max_output_tokens=6, temperature=0,
+            input=[asked, function_call, returned],
+        )  # fmt: skip
+        assert made.output_text == output.text
+        part = {"type": "image_url", "image_url": {"url": _uri(image)}}
+        made = client.chat.completions.create(
+            model="engine", max_tokens=6, temperature=0,
+            messages=[asked, called, result, {"role": "user", "content": [part]}],
+        )  # fmt: skip
+        assert made.choices[0].message.content == output.text
+    assert outputs[0] != outputs[1]
 
 
 def test_files_of_the_allowed_folder(server, pictures, offline):
