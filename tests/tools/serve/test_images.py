@@ -185,15 +185,19 @@ def test_images_in_results_of_tools(server, engines):
         parts.append({"type": "input_image", "image_url": _uri(image)})
         returned = {"type": "function_call_output", "call_id": "c", "output": parts}
         made = client.responses.create(
-            model="engine", max_output_tokens=6, temperature=0,
+            model="engine",
+            max_output_tokens=6,
+            temperature=0,
             input=[asked, function_call, returned],
-        )  # fmt: skip
+        )
         assert made.output_text == output.text
         part = {"type": "image_url", "image_url": {"url": _uri(image)}}
         made = client.chat.completions.create(
-            model="engine", max_tokens=6, temperature=0,
+            model="engine",
+            max_tokens=6,
+            temperature=0,
             messages=[asked, called, result, {"role": "user", "content": [part]}],
-        )  # fmt: skip
+        )
         assert made.choices[0].message.content == output.text
     assert outputs[0] != outputs[1]
 

@@ -81,8 +81,10 @@ class TaggedParser:
         return [text] if text else []
 
     def _block(self, block: str, inside: int) -> list[Item]:
-        """The calls of a block, or its text if it does not parse."""
+        """The calls of a block, or its text if it does not parse; an empty list is no call."""
         text = block[inside:].removesuffix(self.closing)
+        if text.split() in (["[]"], ["[", "]"]):
+            return []
         try:
             calls, rest = self._calls(text)
             if not calls:

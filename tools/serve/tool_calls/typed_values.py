@@ -17,6 +17,18 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "string": (str,),
 }
+# Names of other languages, which JSON Schema does not have but clients send.
+_OTHER_NAMES = {
+    "int": "integer",
+    "long": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "str": "string",
+    "list": "array",
+    "tuple": "array",
+    "dict": "object",
+}
 _MAX_DEPTH = 32  # references and alternatives inside each other
 
 
@@ -53,10 +65,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Iterator[s
     reference, named = schema.get("$ref"), schema.get("type")
     if isinstance(reference, str):
         yield from types_of(target_of(reference, root), root, depth + 1)
-    if isinstance(named, str):
-        yield named
-    elif isinstance(named, list):
-        yield from (name for name in named if isinstance(name, str))
+    if isinstance(named, (str, list)):
+        names = [named] if isinstance(named, str) else named
+        yield from (_OTHER_NAMES.get(name, name) for name in names if isinstance(name, str))
     else:
         constants = [schema["const"]] if "const" in schema else schema.get("enum") or ()
         yield from (

@@ -17,6 +17,9 @@ from edgellm.tools.serve.tool_calls.tagged import TaggedParser, json_calls
 _OPEN, _CLOSE, _MARK = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME = re.compile(r"call:([^{\s]+)\s*(?=\{)")
 _BARE = re.compile(r"[^,:{}\[\]]*")
+_NUMBER = re.compile(
+    r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+)  # also `1.` and `.5`, unlike JSON
 _SPACE = re.compile(r"\s*")
 _MAX_DEPTH = 64
 
@@ -76,7 +79,7 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     try:
         return json.loads(bare), match.end()
     except ValueError:
-        return bare, match.end()
+        return float(bare) if _NUMBER.fullmatch(bare) else bare, match.end()
 
 
 def _members(text: str, at: int, depth: int) -> tuple[Any, int]:

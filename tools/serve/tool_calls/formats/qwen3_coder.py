@@ -98,10 +98,19 @@ class Qwen3CoderParser(TaggedParser):
             begin = max(inside, self._searched - _OVERLAP)
             match = (_CALL_END if is_bare else _BLOCK_END).search(self._held, begin)
             self._searched = len(self._held)
-            return match.end() if match is not None else -1
+            if match is None:
+                return -1
+            return self._after_closing(match.end()) if is_bare else match.end()
         if _FUNCTION.startswith(self._held[inside : inside + len(_FUNCTION) + 8].strip()):
             return -1
         return super()._end(inside)
+
+    def _after_closing(self, end: int) -> int:
+        """The end of a function without an opening tag, which may have a closing one."""
+        rest = self._held[end:].lstrip()
+        if rest.startswith(_CLOSE):
+            return len(self._held) - len(rest) + len(_CLOSE)
+        return -1 if _CLOSE.startswith(rest) else end
 
     def _whole(self, text: str) -> list[Item]:
         """See `TaggedParser`: the calls of a cut block whose functions end."""
