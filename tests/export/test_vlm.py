@@ -86,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": _QWEN3_5_VISION,
     },
     "internvl": {
-        "text_config": {"model_type": "qwen2", **_TEXT},
+        "text_config": {"model_type": "qwen3", "head_dim": 16, **_TEXT},  # InternVL 3.5
         "vision_config": {**_TILES, "patch_size": [4, 4], "image_size": [16, 16]},
         "image_seq_length": 4,
     },
