@@ -2,7 +2,7 @@
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/decode.py smollm2 --rounds 5
-    python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights
+    python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights, also of qwen3.5
 
 All engines have the same weights, the same number of threads, a 512-token context and batch 1.
 Every engine runs in its own process; they alternate for several rounds. The share of the memory
@@ -18,6 +18,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -33,6 +34,31 @@ READ_BYTES = 1 << 28
 KERNELS = ("edgellm", "onnxruntime")
 DECODED = 48  # tokens of a round
 COLUMNS = ("engine", "decode tokens/s", "prefill tokens/s", "share of the memory bandwidth")
+
+# The text model of Qwen3.5-0.8B, by its published sizes.
+QWEN3_5: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "full_attention_interval": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+}
+QUICK = {"num_hidden_layers": 4, "vocab_size": 49152}
 
 Models = dict[str, tuple[str, str, Path]]  # by label: python, kind of `pass_process`, path
 
@@ -78,7 +104,22 @@ def show_shape(given: argparse.Namespace, report: Report) -> None:
     _compare(shape, models, pairs, given, report)
 
 
-MODES = {"smollm2": show_smollm2, "shape": show_shape}
+def show_qwen3_5(given: argparse.Namespace, report: Report) -> None:
+    """Measure a GGUF file of Qwen3.5-0.8B's shape, which all engines read."""
+    config = {**QWEN3_5, **(QUICK if given.quick else {})}
+    path = given.work / f"qwen3.5-{config['num_hidden_layers']}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        random_gguf.write_qwen3_5(config, smollm2.fetch(), partial)
+        partial.replace(path)
+    engine = engines.plain_engine(path, f"edgellm-{given.threads}", engines.plan_of(given.threads))
+    models: Models = {"edgellm": (sys.executable, "edgellm", engine)}
+    if not given.quick and command.has_package("llama_cpp", given.llama_python):
+        models["llama.cpp"] = given.llama_python, "llama.cpp", path
+    _compare("qwen3.5-0.8b", models, [("edgellm", peer) for peer in models][1:], given, report)
+
+
+MODES = {"smollm2": show_smollm2, "shape": show_shape, "qwen3.5": show_qwen3_5}
 
 
 def _label(precision: str, kernels: str) -> str:

@@ -76,6 +76,35 @@ def write_mixture(config: dict[str, Any], tokenizer: Path, output: Path) -> None
     _write_tensors(writer, shapes, dict.fromkeys(shapes, "Q4_0"))
 
 
+def write_qwen3_5(config: dict[str, Any], tokenizer: Path, output: Path) -> None:
+    """Write a dense Qwen3.5 in Q4_0 with a Q6_K embedding, as llama.cpp quantizes it.
+
+    Args:
+        config: of the text model.
+        tokenizer: see `write`.
+        output: the file.
+    """
+    arch, rope = "qwen35", config["rope_parameters"]
+    writer = _begun(output, arch, {**config, **rope})
+    _add_tokens(writer, tokenizer, config["vocab_size"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    values = config["linear_num_value_heads"]
+    for key, number in (
+        ("ssm.conv_kernel", config["linear_conv_kernel_dim"]),
+        ("ssm.state_size", config["linear_key_head_dim"]),
+        ("ssm.group_count", config["linear_num_key_heads"]),
+        ("ssm.time_step_rank", values),
+        ("ssm.inner_size", values * config["linear_value_head_dim"]),
+        ("full_attention_interval", config["full_attention_interval"]),
+        ("rope.dimension_count", int(config["head_dim"] * rope["partial_rotary_factor"])),
+    ):
+        writer.add_uint32(f"{arch}.{key}", number)
+    writer.add_array(f"{arch}.rope.dimension_sections", [*rope["mrope_section"], 0])
+    shapes = _qwen3_5_shapes(config)
+    _write_tensors(writer, shapes, {**dict.fromkeys(shapes, "Q4_0"), "token_embd.weight": "Q6_K"})
+
+
 def write_llama(config: dict[str, Any], kind: str, path: Path) -> None:
     """Write a config of `random_weights.SHAPES` of the family llama, in one format or `MIXED`."""
     writer = _begun(path, "llama", config)
@@ -120,15 +149,15 @@ def _write_tensors(
             stored = (*shape[:-1], shape[-1] // values * size)
             some = np.resize(blocks[kinds[name]], int(np.prod(stored)))
             writer.write_tensor_data(some.reshape(stored))
-        elif "norm" in name:
-            writer.write_tensor_data(np.ones(shape, np.float32))
+        elif "norm" in name or name.endswith(".ssm_a"):  # negative decays keep states bounded
+            writer.write_tensor_data(np.full(shape, 1 if "norm" in name else -1, np.float32))
         else:
             writer.write_tensor_data(random.standard_normal(shape, np.float32))
     writer.close()
 
 
 def _is_float(name: str) -> bool:
-    return "norm" in name or "ffn_gate_inp" in name
+    return any(part in name for part in ("norm", "ffn_gate_inp", ".ssm_a", "ssm_conv1d", "ssm_dt"))
 
 
 def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -175,6 +204,39 @@ def _add_words(writer: gguf.GGUFWriter, count: int) -> None:
     writer.add_token_merges(["w 9"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+
+
+def _qwen3_5_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return [out, in] of all tensors by name."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (head * config[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
+    heads = config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    mixed = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    shared = {
+        "attn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden), "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }  # fmt: skip
+    attention = {
+        "attn_q.weight": (2 * queries, hidden), "attn_k.weight": (keys, hidden),
+        "attn_v.weight": (keys, hidden), "attn_q_norm.weight": (head,),
+        "attn_k_norm.weight": (head,), "attn_output.weight": (hidden, queries),
+    }  # fmt: skip
+    recurrent = {
+        "attn_qkv.weight": (mixed, hidden), "attn_gate.weight": (values, hidden),
+        "ssm_alpha.weight": (heads, hidden), "ssm_beta.weight": (heads, hidden),
+        "ssm_conv1d.weight": (mixed, config["linear_conv_kernel_dim"]), "ssm_a": (heads,),
+        "ssm_dt.bias": (heads,), "ssm_norm.weight": (config["linear_value_head_dim"],),
+        "ssm_out.weight": (hidden, values),
+    }  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (config["vocab_size"], hidden)}
+    shapes["output_norm.weight"] = (hidden,)
+    for layer in range(config["num_hidden_layers"]):
+        is_full = (layer + 1) % config["full_attention_interval"] == 0
+        own = shared | (attention if is_full else recurrent)
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in own.items()}
+    return shapes
 
 
 def _mixture_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
