@@ -8,6 +8,7 @@ import struct
 import zlib
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image, ImageOps
 
@@ -259,9 +260,17 @@ def test_tiffs_of_several_samples(tmp_path, bits):
     assert read(5, [0, top, top, 0, 0, 0, 0, top], 4) == [RED, (0, 0, 0)]
     if bits == 8:
         assert read(3, [1, 0], 1, [(320, 3, colour_map(bits))]) == [RED, GREEN]
-        assert read(1, [100, 200, 0, clear], 2, [(338, 3, [1])]) == [(155,) * 3, WHITE]
         red = read(8, [136, 80, 67], 3)  # L* 53.3, a* 80, b* 67 are sRGB's red
         assert np.abs(np.array(red) - RED).max() < 16
+
+
+def test_a_gray_tiff_with_premultiplied_transparency(tmp_path):
+    row = bytes([100, 200, 0, 0])
+    (tmp_path / "a.tif").write_bytes(tiff(2, 8, 1, row, samples=2, tags=[(338, 3, [1])]))
+    if PIL.__version__ < "13":  # which rejects it
+        assert refused("a.tif", tmp_path, "holds no picture").hint
+    else:
+        assert colours(open_image("a.tif", tmp_path)) == [(155,) * 3, WHITE]
 
 
 def colour_map(bits):
