@@ -7,7 +7,8 @@
 All engines have the same weights, the same number of threads, a 512-token context and batch 1.
 Every engine runs in its own process; they alternate for several rounds. The share of the memory
 bandwidth is the rate of loading a token's weights, over that of loading a large array with as many
-threads between the rounds. Load time is without imports; anonymous memory includes the KV cache.
+threads between the rounds. Load time is without imports; anonymous memory includes the KV cache,
+resident memory also the parts of mapped files that were read.
 """
 
 from __future__ import annotations
@@ -191,6 +192,7 @@ def _compare(
         for label, p in running.items()
     }
     decode = alternating({**calls, "memory": lambda: bytes_per_s(given.threads)}, given.rounds)
+    resident = {label: process.resident_bytes() for label, process in running.items()}
     for process in running.values():
         process.close()
     rate = statistics.median(decode["memory"])
@@ -201,8 +203,10 @@ def _compare(
         read = token_bytes(path)
         share = f"{read / step * 1e5 / rate:.0f} %" if read else ""
         speeds = [f"{1e3 / step:.1f}", f"{CONTEXT / prompt * 1e3:.0f}", share]
-        rows.append([label, *speeds, f"{ready:.2f}", f"{anonymous / 1e6:.0f}"])
-    report.add(f"decode-{name}", (*COLUMNS, "load s", "anonymous MB"), rows)
+        memory = f"{anonymous / 1e6:.0f}", f"{resident[label] / 1e6:.0f}"
+        rows.append([label, *speeds, f"{ready:.2f}", *memory])
+    columns = (*COLUMNS, "load s", "anonymous MB", "resident MB")
+    report.add(f"decode-{name}", columns, rows)
     ratios = [
         [ours, theirs, *(f"{speedup(times[ours], times[theirs]):.2f} x" for times in found)]
         for found in [(decode, prefill)]

@@ -75,18 +75,27 @@ def write(config: Mapping[str, Any], folder: Path, dtype: str, *, shards: bool =
     """Write a float checkpoint without a tokenizer, unless the folder exists.
 
     Args:
-        config: of config.json, of the families llama and qwen2.
+        config: of config.json, of any family of transformers.
         folder: the result.
         dtype: of safetensors.
         shards: a file for each layer, and an index.
     """
-    tensors = {f"{name}.weight": shape for name, shape in matrices(config).items()}
-    if config["model_type"] == "qwen2":
-        biased = [name for name in tensors if name.endswith(("q_proj.weight", "k_proj.weight"))]
-        biased += [name for name in tensors if name.endswith("v_proj.weight")]
-        tensors |= {f"{name.removesuffix('weight')}bias": tensors[name][:1] for name in biased}
-    typed = {name: (dtype, shape) for name, shape in {**tensors, **_others(config)}.items()}
-    return _write_folder(config, typed, folder, shards=shards)
+    if folder.exists():
+        return folder
+    tensors = {name: (dtype, shape) for name, shape in _shapes(config).items()}
+    return _write_folder(config, tensors, folder, shards=shards)
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by name, without tied ones."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    tied = model.all_tied_weights_keys
+    tensors = model.state_dict().items()
+    return {name: tuple(tensor.shape) for name, tensor in tensors if name not in tied}
 
 
 def write_awq(config: Mapping[str, Any], folder: Path) -> Path:
@@ -166,7 +175,7 @@ def _contents(name: str, dtype: str, count: int, number: int) -> Iterator[bytes]
     random = np.random.default_rng(number)
     if dtype == "I32":
         values = random.integers(-(1 << 31), 1 << 31, min(count, _NOISE), np.int64)
-    elif name.endswith("norm.weight"):
+    elif name.endswith(("norm.weight", "layer_scalar")):
         values = np.ones(count)
     elif name.endswith(".scales"):
         values = np.full(min(count, _NOISE), 0.004)

@@ -148,6 +148,10 @@ class Process:
         """Return milliseconds of the forward passes of a command."""
         return self.ask(f"{what} {count}")
 
+    def resident_bytes(self) -> int:
+        """Return the memory of the process, mapped files included."""
+        return self.ask("resident 0")[0]
+
     def ask(self, line: str) -> list:
         """Return the reply to a line."""
         self._process.stdin.write(f"{line}\n")
@@ -171,10 +175,10 @@ def _timed(function: Callable[[], None]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _anonymous_bytes() -> int:
-    """Return the anonymous memory of this process, which no file backs."""
+def _status_bytes(field: str) -> int:
+    """Return a field of this process's status: `RssAnon` (memory that no file backs), `VmRSS`."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    (found,) = (line.split()[1] for line in lines if line.startswith("RssAnon:"))
+    (found,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
     return int(found) << 10
 
 
@@ -188,10 +192,12 @@ def main() -> None:
     ready = time.perf_counter()
     prompt = list(range(1000, 1000 + CONTEXT))
     engine.prefill(prompt)
-    print(json.dumps([imported - start, ready - imported, _anonymous_bytes()]), flush=True)
+    print(json.dumps([imported - start, ready - imported, _status_bytes("RssAnon")]), flush=True)
     for line in sys.stdin:
         what, count = line.split()
-        if what == "prefill":
+        if what == "resident":
+            samples = [_status_bytes("VmRSS")]
+        elif what == "prefill":
             samples = [_timed(lambda: engine.prefill(prompt[: int(count)]))]  # noqa: B023
         else:
             engine.prefill(prompt)
