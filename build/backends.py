@@ -24,6 +24,7 @@ class Backend(Protocol):
     LABEL: str  # the library's name, for users
     DEVICE: str  # that engines run on
     TAKES_STATES: bool  # whether it supports recurrent layers
+    TAKES_MIXED_LAYERS: bool  # whether KV caches of layers may differ in shape, or be shared
     Options: type[Options]  # its own flags
 
     def origin(self, options: Options) -> Origin:

@@ -19,6 +19,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import BLOCK, DECODER
 from edgellm.core.manifest import Bundle
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.core.resources import available_memory_bytes, physical_memory_bytes
 
 
@@ -107,17 +108,22 @@ def predict(
             "other",
             hint="give --backend onnxruntime --kernels edgellm",
         )
-    if bundle.main_role == DECODER and bundle.decoder.recurrent is not None:
-        _require_states(backend)
+    if bundle.main_role == DECODER:
+        _require_layers(backend, bundle.decoder)
     origin = backend.origin(plan.options)
     estimate = backend.estimate(source, bundle, plan)
     return Prediction(origin, estimate, tuple(_needs(estimate, engine)))
 
 
-def _require_states(backend: backends.Backend) -> None:
-    if not backend.TAKES_STATES:
+def _require_layers(backend: backends.Backend, spec: DecoderSpec) -> None:
+    unsupported = ""
+    if spec.recurrent is not None and not backend.TAKES_STATES:
+        unsupported = "recurrent layers"
+    if not spec.has_uniform_layers and not backend.TAKES_MIXED_LAYERS:
+        unsupported = "layers with shared KV, or with KV heads of several sizes,"
+    if unsupported:
         raise EdgeLLMError(
-            f"{backend.LABEL} on {backend.DEVICE} does not compute recurrent layers yet",
+            f"{backend.LABEL} on {backend.DEVICE} does not compute {unsupported} yet",
             hint="give --backend onnxruntime --device cpu",
         )
 

@@ -37,14 +37,23 @@ class KVCacheSpec:
     dtype: str
     ranges: CacheRanges | None = None  # None: the KV cache has no calibrated ranges
     pages: PageSpec | None = None  # None: one sequence, whose rows lie in one piece
+    heads: tuple[tuple[int, int], ...] = ()  # num_kv_heads, head_dim of each layer; (): all alike
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer, and their size."""
+        return self.heads[layer] if self.heads else (self.num_kv_heads, self.head_dim)
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of keys and values of one token in a layer."""
+        num_kv_heads, head_dim = self.heads_of(layer)
+        itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
+        scale_bytes = 2 if self.dtype in ROW_CODES else 0
+        return 2 * num_kv_heads * (head_dim * itemsize + scale_bytes)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token in all layers."""
-        itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
-        scale_bytes = 2 if self.dtype in ROW_CODES else 0
-        row_bytes = self.head_dim * itemsize + scale_bytes
-        return 2 * self.num_layers * self.num_kv_heads * row_bytes
+        return sum(map(self.layer_bytes, range(self.num_layers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +89,12 @@ class DecoderSpec:
     recurrent: RecurrentSpec | None = None  # None: all layers are attention layers
     rotation: str = ""  # of the residual stream after training; "": none
     num_layers: int = 0  # 0: those of the cache
+
+    @property
+    def has_uniform_layers(self) -> bool:
+        """Whether each attention layer has its own KV cache, all of the same shape."""
+        is_shared = self.recurrent is None and self.num_layers > self.kv.num_layers
+        return not self.kv.heads and not is_shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +202,10 @@ def cache_bytes(cache: KVCacheSpec, capacity: int, num_sequences: int = 1) -> in
     if cache.pages is None:
         return cache.bytes_per_token * capacity * num_sequences
     pages = cache.pages
-    counts = (pool_pages(pages, window, capacity, num_sequences) for window in pages.windows)
-    return _row_bytes(cache) * pages.rows * sum(counts)
+    return sum(
+        cache.layer_bytes(layer) * pages.rows * pool_pages(pages, window, capacity, num_sequences)
+        for layer, window in enumerate(pages.windows)
+    )
 
 
 def held_bytes(cache: KVCacheSpec, length: int) -> int:
@@ -196,16 +213,16 @@ def held_bytes(cache: KVCacheSpec, length: int) -> int:
     if cache.pages is None:
         return cache.bytes_per_token * length
     pages = cache.pages
-    counts = (table_pages(pages, window, length) * pages.rows for window in pages.windows)
-    return _row_bytes(cache) * sum(min(count, length) for count in counts)
+    return sum(
+        cache.layer_bytes(layer) * min(table_pages(pages, window, length) * pages.rows, length)
+        for layer, window in enumerate(pages.windows)
+    )
 
 
 def seen_bytes(cache: KVCacheSpec, length: int) -> int:
     """Bytes of the cache that a pass of one token reads after `length` positions."""
     windows = cache.pages.windows if cache.pages is not None else (0,) * cache.num_layers
-    return _row_bytes(cache) * sum(min(window or length, length) for window in windows)
-
-
-def _row_bytes(cache: KVCacheSpec) -> int:
-    """Bytes of a token in one layer."""
-    return cache.bytes_per_token // max(cache.num_layers, 1)
+    return sum(
+        cache.layer_bytes(layer) * min(window or length, length)
+        for layer, window in enumerate(windows)
+    )

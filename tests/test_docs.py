@@ -105,6 +105,7 @@ def test_comments_of_fields():
     assert comments(KVCacheSpec) == {
         "ranges": "None: the KV cache has no calibrated ranges",
         "pages": "None: one sequence, whose rows lie in one piece",
+        "heads": "num_kv_heads, head_dim of each layer; (): all alike",
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -42,6 +42,8 @@ class CachedAttention:
     kv_num_heads: int
     scale: float | None  # of the scores; None: 1 / sqrt(D)
     softcap: float | None  # what bounds them; None: nothing
+    cache: int = 0  # index of the layer's cache
+    is_shared: bool = False  # an earlier layer writes the same rows to the cache
     interleaved: int = 0  # 1: a number turns with its neighbour, 0: with the one R / 2 after
     rotary_embedding_dim: int = 0  # R; 0: all of D
 
@@ -59,7 +61,11 @@ class CachedAttention:
             onnx_functions.UNROTATED_ATTENTION,
             onnx_functions.SINK_ATTENTION,
         )
-        layers = [cls._of(call) for call in calls]
+        layers, caches = [], dict[ir.Value, int]()
+        for layer in map(cls._of, calls):
+            is_shared = layer.past_key in caches
+            cache = caches.setdefault(layer.past_key, len(caches))
+            layers.append(replace(layer, cache=cache, is_shared=is_shared))
         if not takes_sinks and any(layer.sinks is not None for layer in layers):
             raise UnsupportedModelError(
                 "this backend does not compute attention with sinks",

@@ -17,6 +17,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction
 __all__ = [
     "DEVICE",
     "LABEL",
+    "TAKES_MIXED_LAYERS",
     "TAKES_STATES",
     "Options",
     "compile",
@@ -29,6 +30,7 @@ __all__ = [
 LABEL = "ONNX Runtime"
 DEVICE = "cpu"
 TAKES_STATES = True
+TAKES_MIXED_LAYERS = True
 
 
 def origin(options: AnyOptions) -> Origin:

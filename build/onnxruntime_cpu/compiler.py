@@ -51,7 +51,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
 from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
 from edgellm.device_runtime.runners.onnxruntime_import import ort
 
-_HEAD_STEP, _LARGEST_HEAD = 8, 256  # head_dim: ONNX Runtime's attention; edgellm's kernels
+_HEAD_STEP, _LARGEST_HEAD = 8, 512  # head_dim: ONNX Runtime's attention; edgellm's kernels
 _EXACT = {"fp32", "fp16", "bf16", "fp8"}  # float products with unrounded inputs
 
 
@@ -138,7 +138,8 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
         return None
     role = next(role for role in bundle.graphs if ROLES[role].has_cache)
     model, is_own = ir.load(source / bundle.graphs[role].path), kernels_of(plan) == EDGELLM
-    _require_head_dim(spec.head_dim, is_own=is_own)
+    for layer in range(spec.num_layers):
+        _require_head_dim(spec.heads_of(layer)[1], is_own=is_own)
     if is_own:
         spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan))
     if role != DECODER:

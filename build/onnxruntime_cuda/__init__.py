@@ -17,6 +17,7 @@ from edgellm.device_runtime.runners import onnxruntime_cuda
 __all__ = [
     "DEVICE",
     "LABEL",
+    "TAKES_MIXED_LAYERS",
     "TAKES_STATES",
     "Options",
     "compile",
@@ -29,6 +30,7 @@ __all__ = [
 LABEL = "ONNX Runtime"
 DEVICE = "cuda"
 TAKES_STATES = False
+TAKES_MIXED_LAYERS = False
 
 
 def origin(options: plans.Options) -> Origin:

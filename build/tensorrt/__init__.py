@@ -16,6 +16,7 @@ from edgellm.core.manifest import Bundle
 __all__ = [
     "DEVICE",
     "LABEL",
+    "TAKES_MIXED_LAYERS",
     "TAKES_STATES",
     "Options",
     "compile",
@@ -28,6 +29,7 @@ __all__ = [
 LABEL = "TensorRT"
 DEVICE = "cuda"
 TAKES_STATES = False
+TAKES_MIXED_LAYERS = False
 
 
 def origin(options: plans.Options) -> Origin:

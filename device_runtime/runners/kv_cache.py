@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def joined_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Keys or values [num_kv_heads, length, head_dim] of layers as [1, 1, 1, length, numbers]."""
+    flat = [part.transpose(1, 0, 2).reshape(part.shape[1], -1) for part in parts]
+    return np.concatenate(flat, axis=-1)[None, None, None]
+
+
+def split_rows(values: NDArray[Any], heads: Sequence[Sequence[int]]) -> list[NDArray[Any]]:
+    """What `joined_rows` joined; `heads`: num_kv_heads and head_dim of each part."""
+    ends = np.cumsum([count * size for count, size in heads])
+    flat = np.split(values[0, 0, 0], ends[:-1], axis=-1)
+    return [
+        part.reshape(len(part), count, size).transpose(1, 0, 2)
+        for part, (count, size) in zip(flat, heads, strict=True)
+    ]
 
 
 class KVCache(Protocol):
@@ -36,7 +52,8 @@ class KVCache(Protocol):
         """A copy of the first `length` positions, in the cache's dtype.
 
         Returns:
-            [2 * num_layers, 1, num_kv_heads, length, head_dim]; zeros for freed positions.
+            [2 * num_layers, 1, num_kv_heads, length, head_dim]; zeros for freed positions. If heads
+            of layers differ: [1, 1, 1, length, numbers of all layers], see `joined_rows`.
         """
         ...
 

@@ -42,7 +42,7 @@ _FAMILIES = {
     "idefics3": _Family(),
     "smolvlm": _Family(),
 }
-_TEXT_ONLY = ("gemma3", "mistral3")  # whose encoders are not supported
+_TEXT_ONLY = ("gemma3", "gemma4", "mistral3")  # whose encoders are not supported
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _BACKBONE = "backbone."  # of Nemotron-H
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
@@ -52,6 +52,9 @@ _NOT_TEXT_PREFIXES = (
     "model.vision_model.",
     "model.connector.",
     "model.multi_modal_projector.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+    "model.embed_vision.",
 )
 # Keys of Idefics3's text configs for its connector and training.
 _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")

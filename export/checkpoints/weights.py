@@ -193,6 +193,10 @@ class Weights:
         if not (np.frombuffer(values, kind) & kind(magnitude)).any():
             self._taken.names.add(self._prefix + name)
 
+    def drop(self, *names: str) -> None:
+        """Count tensors as taken that the checkpoint may have, but the model does not read."""
+        self._taken.names.update(self._prefix + name for name in names)
+
     def unused(self) -> list[str]:
         """Names of the checkpoint's unused tensors."""
         return sorted(set(self._source.infos()) - self._taken.names)

@@ -45,8 +45,15 @@ class DecoderConfig:
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
-        """Indices of layers with a KV cache."""
-        return tuple(layer for layer, kind in enumerate(self.kinds) if kind is not None)
+        """Indices of layers with a KV cache of their own."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind and kind.source is None)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of an attention layer, and their size."""
+        kind = self.layer_kinds[layer]
+        if kind is None or kind.kv is None:
+            return self.num_key_value_heads, self.head_dim
+        return kind.kv.num_heads, kind.kv.head_dim
 
     @property
     def sliding_window(self) -> int | None:

@@ -14,12 +14,27 @@ LINEAR, CONV = "linear_attention", "conv"
 EXPERTS, NETWORK = "moe", "mlp"
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Keys and values of a layer."""
+
+    num_heads: int
+    head_dim: int
+    source: int | None = None  # the layer that computes them; None: the layer itself
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionKind:
-    """Attention kind; layers of one kind share mask and RoPE tables."""
+    """Attention kind; layers with the same rope share RoPE tables, with the same window masks."""
 
     rope: Rope | None  # None: NoPE
     window: int | None = None  # tokens that a token attends to, itself included; None: all
+    kv: LayerKV | None = None  # None: of the config's sizes, its own
+
+    @property
+    def source(self) -> int | None:
+        """The layer whose keys and values it reads; None: its own."""
+        return self.kv.source if self.kv is not None else None
 
 
 def read_layer_types(reader: ConfigReader, default: Sequence[str]) -> tuple[str, ...]:

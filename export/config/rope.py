@@ -71,7 +71,11 @@ def read_rope(
 
 
 def read_ropes(
-    reader: ConfigReader, thetas: Mapping[str, float], head_dim: int, max_positions: int
+    reader: ConfigReader,
+    thetas: Mapping[str, float],
+    head_dim: int | Mapping[str, int],
+    max_positions: int,
+    traits: RopeTraits = PLAIN_ROPE,
 ) -> dict[str, Rope]:
     """A rope for each type of layer, in the layout of transformers 4 or 5.
 
@@ -80,8 +84,9 @@ def read_ropes(
     Args:
         reader: of config.json.
         thetas: defaults by type.
-        head_dim: D.
+        head_dim: D, or by type.
         max_positions: of the config.
+        traits: of the architecture.
     """
     first = next(iter(thetas))
     nested = reader.optional("rope_parameters", dict)
@@ -108,7 +113,8 @@ def read_ropes(
                 hint="leave truncate out",
             )
         # Transformers reads the original length of these ropes inside them alone.
-        found[kind] = rope_of(reader, parameters, head_dim, max_positions, has_outer=False)
+        size = head_dim if isinstance(head_dim, int) else head_dim[kind]
+        found[kind] = rope_of(reader, parameters, size, max_positions, traits, has_outer=False)
     return found
 
 
@@ -146,6 +152,8 @@ def rope_of(
     theta = _number(parameters, "rope_theta")
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    if kind == "proportional":  # all pairs of a head rotate, some of them by no angle
+        parameters["proportion"] = parameters.pop("partial_rotary_factor", None)
     pairs = _num_rotary_pairs(reader, parameters, head_dim, traits)
     axes = _axes(parameters, pairs)
     kind = "default" if axes and kind == "mrope" else kind
@@ -247,6 +255,18 @@ def _plain(theta: float, head_dim: int) -> F32:
 def _default(plain: F32, theta: float, parameters: Parameters) -> Rope:
     del theta, parameters
     return Rope(inv_freq=plain)
+
+
+def proportional(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """Frequencies of the first pairs of a head, 0 for the rest: Gemma 4's global layers."""
+    del theta
+    factor = _number(parameters, "factor", 1.0)
+    share = _number(parameters, "proportion", 1.0)
+    rotating = int(share * 2 * len(plain) // 2)
+    if not 0 < rotating <= len(plain):
+        raise UnsupportedModelError(f"config.json: partial_rotary_factor = {share!r}")
+    inv_freq = np.where(np.arange(len(plain)) < rotating, plain, 0) / np.float32(factor)
+    return Rope(inv_freq=inv_freq.astype(np.float32))
 
 
 def _linear(plain: F32, theta: float, parameters: Parameters) -> Rope:

@@ -81,6 +81,7 @@ def decoder_spec(
     recurrent: RecurrentSpec | None = None,
 ) -> DecoderSpec:
     """The spec of a decoder; parameters are those of all its graphs in the checkpoint."""
+    heads = tuple(map(config.heads_of, config.attending_layers))
     return DecoderSpec(
         model_type=model_type,
         vocab_size=config.vocab_size,
@@ -92,6 +93,7 @@ def decoder_spec(
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             dtype=ops[0].dtype.numpy().name,
+            heads=heads if {*heads} - {(config.num_key_value_heads, config.head_dim)} else (),
         ),
         sliding_window=config.sliding_window,
         position_axes=config.position_axes,

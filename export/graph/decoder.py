@@ -72,7 +72,11 @@ def build_decoder(
     ]
     if hidden_taps:
         outputs.append(_taps(op, network, hidden, state, hidden_taps, config.hidden_size))
-    outputs += [typed(value, dtype, cache_shape(config)) for value in state.present.values()]
+    outputs += [
+        typed(state.present[graph_io.present_name(cache, part)], dtype, cache_shape(config, layer))
+        for cache, layer in enumerate(config.attending_layers)
+        for part in ("key", "value")
+    ]
     own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask,
            inputs.logits_index, *inputs.images]  # fmt: skip
     found = state.recurrences

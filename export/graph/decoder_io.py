@@ -42,9 +42,9 @@ class PassInputs:
             tree_mask=declare(graph_io.TREE_MASK, boolean, [ROWS, mask_columns]),
             logits_index=declare(graph_io.LOGITS_INDEX, integer, [HEAD_ROWS]),
             past={
-                name: declare(name, dtype, cache_shape(config))
-                for layer in range(len(config.attending_layers))
-                for name in (graph_io.past_name(layer, "key"), graph_io.past_name(layer, "value"))
+                name: declare(name, dtype, cache_shape(config, layer))
+                for cache, layer in enumerate(config.attending_layers)
+                for name in (graph_io.past_name(cache, "key"), graph_io.past_name(cache, "value"))
             },
             images=tuple(_image_inputs(config, dtype)),
             parents=declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
@@ -54,8 +54,7 @@ class PassInputs:
         """Append nodes that all layers share: RoPE tables and masks."""
         state = PassState(
             op=op,
-            head_dim=config.head_dim,
-            num_kv_heads=config.num_key_value_heads,
+            heads_of=config.heads_of,
             kinds=config.kinds,
             position_ids=self.position_ids,
             write_index=self.write_index,
@@ -89,9 +88,10 @@ def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Valu
         yield declare(graph_io.DEEPSTACK_EMBEDS, dtype, [count, *shape])
 
 
-def cache_shape(config: DecoderConfig) -> list[int | str]:
+def cache_shape(config: DecoderConfig, layer: int = 0) -> list[int | str]:
     """Shape of a layer's keys or values: [1, num_kv_heads, C, head_dim]."""
-    return [1, config.num_key_value_heads, CAPACITY, config.head_dim]
+    num_kv_heads, head_dim = config.heads_of(layer)
+    return [1, num_kv_heads, CAPACITY, head_dim]
 
 
 def declare(name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:

@@ -49,8 +49,7 @@ class PassState:
     """Inputs that all layers of a pass share, and the caches that they write."""
 
     op: Op
-    head_dim: int
-    num_kv_heads: int
+    heads_of: Callable[[int], tuple[int, int]]  # num_kv_heads, head_dim of a layer
     kinds: tuple[AttentionKind | None, ...]  # of each layer; None: not an attention layer
     position_ids: ir.Value  # int64 [1, S]; [3, S] for M-RoPE
     write_index: ir.Value  # int64 [1]
@@ -63,6 +62,7 @@ class PassState:
     tables: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
     shared: dict[str, ir.Value] = field(default_factory=dict)  # see `once`
     present: dict[str, ir.Value] = field(default_factory=dict)
+    rows: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)  # k, v by layer
     residuals: list[ir.Value] = field(default_factory=list)  # [1, S, H], inputs of the layers
 
     def prepare(self) -> None:
@@ -114,12 +114,34 @@ class PassState:
 
         `is_rotated`: queries and keys are outputs of `rotate`.
         """
-        kind, op, cache = self._kind(layer), self.op, self._cache(layer)
+        self.rows[layer] = k, v
+        y, present = self._attend(layer, q, num_heads, scores, is_rotated=is_rotated)
+        for part, value in zip(("key", "value"), present, strict=True):
+            value.name = present_name(self._cache(layer), part)
+            self.present[value.name] = value
+        return y
+
+    def attend_shared(
+        self, layer: int, q: ir.Value, num_heads: int, *, scores: Scores = PLAIN_SCORES
+    ) -> ir.Value:
+        """Attend to the keys and values of the layer's source; q [1, S, num_heads*D].
+
+        The call gets its source's operands: the same rows are written to the same places.
+        """
+        return self._attend(layer, q, num_heads, scores)[0]
+
+    def _attend(
+        self, layer: int, q: ir.Value, num_heads: int, scores: Scores, *, is_rotated: bool = False
+    ) -> tuple[ir.Value, list[ir.Value]]:
+        """The outputs of a call: attention's, and the caches."""
+        kind, op = self._kind(layer), self.op
+        source = layer if kind.source is None else kind.source
+        cache, (k, v) = self._cache(source), self.rows[source]
         past = [self.past[past_name(cache, part)] for part in ("key", "value")]
         rope, seen = kind.rope, self.visible[kind.window]
         given = {
             "num_heads": num_heads,
-            "kv_num_heads": self.num_kv_heads,
+            "kv_num_heads": self.heads_of(layer)[0],
             "scale": scores.scale,
             "softcap": scores.softcap,
         }
@@ -129,21 +151,18 @@ class PassState:
             function, rope_inputs = cached_attention(op.dtype), self._rotation(rope)
             if scores.sinks is not None:
                 function, rope_inputs = sink_attention(op.dtype), (*rope_inputs, scores.sinks)
-            given |= self._rotation_flags(rope)
+            given |= self._rotation_flags(layer, rope)
         y, *present = call(
             op, function, q, k, v, *past, self.write_index, seen, *rope_inputs, **given
         )
-        for part, value in zip(("key", "value"), present, strict=True):
-            value.name = present_name(cache, part)
-            self.present[value.name] = value
-        return y
+        return y, present
 
     def rotate(self, layer: int, x: ir.Value, num_heads: int) -> ir.Value:
         """Apply RoPE to x [1, S, num_heads*D], for layers with nodes between RoPE and `attend`."""
         rope = self._kind(layer).rope
         if rope is None:
             return x
-        flags = {name: flag for name, flag in self._rotation_flags(rope).items() if flag}
+        flags = {name: flag for name, flag in self._rotation_flags(layer, rope).items() if flag}
         return self.op.RotaryEmbedding(x, *self._rotation(rope), num_heads=num_heads, **flags)
 
     def _kind(self, layer: int) -> AttentionKind:
@@ -152,17 +171,17 @@ class PassState:
         return kind
 
     def _cache(self, layer: int) -> int:
-        """Index of a layer's cache; layers without a cache do not count."""
-        return layer - self.kinds[:layer].count(None)
+        """Index of a layer's cache; layers without a cache of their own do not count."""
+        return sum(kind is not None and kind.source is None for kind in self.kinds[:layer])
 
     def _rotation(self, rope: Rope) -> tuple[ir.Value | None, ...]:
         return *self.tables[id(rope)], None if rope.axes else self.position_ids
 
-    def _rotation_flags(self, rope: Rope) -> dict[str, int | None]:
+    def _rotation_flags(self, layer: int, rope: Rope) -> dict[str, int | None]:
         rotary_dim = 2 * len(rope.inv_freq)
         return {
             "interleaved": 1 if rope.interleaved else None,
-            "rotary_embedding_dim": None if rotary_dim == self.head_dim else rotary_dim,
+            "rotary_embedding_dim": None if rotary_dim == self.heads_of(layer)[1] else rotary_dim,
         }
 
     def _rope_tables(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from edgellm.export.checkpoints.weights import StoredTensor, Weights
@@ -24,6 +25,19 @@ class RMSNorm:
 
     def _weight(self, op: Op) -> StoredTensor:
         return self.weights.take("weight", (self.size,), op.dtype)
+
+
+class UnweightedRMSNorm:
+    """`x / rms(x)` over the last axis, computed in float32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        self.size = size
+        self.epsilon = epsilon
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the layer; x [..., size] -> [..., size]."""
+        ones = op.constant(np.ones(self.size), op.dtype)
+        return op.RMSNormalization(x, ones, axis=-1, epsilon=self.epsilon)
 
 
 class ShiftedRMSNorm(RMSNorm):

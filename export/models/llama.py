@@ -157,12 +157,17 @@ class Model:
 
     def forward(self, op: Op, input_ids: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] -> residual stream [1, S, H] before the final norm."""
-        x = state.embed(self.embed_tokens, input_ids)
+        x = self.embed(op, input_ids, state)
         for index, layer in enumerate(self.layers):
             state.residuals.append(x)
             with op.scope(f"layers.{index}"):
                 x = state.behind(index, layer.forward(op, x, state, index))
         return x
+
+    def embed(self, op: Op, input_ids: ir.Value, state: PassState) -> ir.Value:
+        """input_ids int64 [1, S] -> the first layer's input [1, S, H]."""
+        del op
+        return state.embed(self.embed_tokens, input_ids)
 
     def head(self, op: Op, x: ir.Value) -> ir.Value:
         """Residual stream [1, R, H] -> logits [1, R, V]."""

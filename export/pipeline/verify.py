@@ -279,11 +279,13 @@ def run_outputs(
     session = _opened(bundle / manifest.graphs[DECODER].path, manifest)
     states = _States(bundle, manifest)
     spec, kv = manifest.decoder, manifest.decoder.kv
-    shape = (1, kv.num_kv_heads, len(token_ids), kv.head_dim)
     images = _no_images(spec)
+    shapes = [
+        (1, heads, len(token_ids), size) for heads, size in map(kv.heads_of, range(kv.num_layers))
+    ]
     cache = {
         graph_io.past_name(layer, part): np.zeros(shape, kv.dtype)
-        for layer in range(kv.num_layers)
+        for layer, shape in enumerate(shapes)
         for part in ("key", "value")
     }
     names = [graph_io.LOGITS, *([graph_io.HIDDEN_TAPS] if manifest.hidden_taps else [])]

@@ -24,7 +24,7 @@ from edgellm.build.plan import Compiled, Estimate, Options, Origin
 from edgellm.device_runtime.runners import copying
 from edgellm.core.manifest import GraphSpec
 
-LABEL, DEVICE, TAKES_STATES = "Copying", "cpu", False
+LABEL, DEVICE, TAKES_STATES, TAKES_MIXED_LAYERS = "Copying", "cpu", False, False
 __all__ = ["DEVICE", "LABEL", "Options", "compile", "estimate", "origin"]
 
 

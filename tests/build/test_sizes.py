@@ -103,6 +103,7 @@ HEADS = {
             "rope_parameters": None,
         },
     ),
+    "24, and 512 of global layers": ("gemma4_text", {"head_dim": 24, "global_head_dim": 512}),
     "120 of a hybrid": ("falcon_h1", {"head_dim": 120}),
 }
 
@@ -184,7 +185,7 @@ def test_layers_and_vocabularies_of_any_size_equal_the_portable_graph(tmp_path, 
     ("kernels", "head_dim", "said", "instead"),
     [
         ("onnxruntime", 20, "head_dim 20: with --kernels onnxruntime", "leave out --kernels"),
-        ("edgellm", 264, "head_dim 264: edgellm's kernels", "give --kernels onnxruntime"),
+        ("edgellm", 520, "head_dim 520: edgellm's kernels", "give --kernels onnxruntime"),
     ],
 )
 def test_head_sizes_without_a_kernel_are_rejected_before_the_work(

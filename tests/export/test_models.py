@@ -44,6 +44,24 @@ VARIANTS = {
         "llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True
     ),
     "gemma3_capped": _tiny("gemma3_text", final_logit_softcapping=4.0, attention_bias=True),
+    "gemma4_equal_kv": _tiny(
+        "gemma4_text",
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0,
+        head_dim=16,
+        global_head_dim=40,
+        attention_bias=True,
+    ),
+    "gemma4_shared_alone": _tiny(
+        "gemma4_text",
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=False,
+        global_head_dim=32,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+    ),
     "phi3_plain": _tiny("phi3", rope_parameters=None, partial_rotary_factor=1.0),
     "phi3_beyond_its_original_length": _tiny("phi3", original_max_position_embeddings=16),
     "exaone4_without_window": _tiny(
@@ -92,8 +110,9 @@ def session(request, exported) -> DecoderNetwork:
         return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
-        if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
-            pytest.skip("refused, as tests/device_runtime/networks/test_recurrent_state.py has it")
+        spec = load_bundle(bundle, LLM_BUNDLE).decoder
+        if spec.recurrent is not None or not spec.has_uniform_layers:
+            pytest.skip("refused, as test_recurrent_state.py and test_gemma4.py have it")
         with cuda_on_cpu.fused_in_float32():
             cuda_on_cpu.build_base(
                 bundle,

@@ -254,6 +254,8 @@ def test_other_images_give_other_outputs(exported, session):
 TEXT_ONLY = {
     "gemma3": {"text_config": {**models.find("gemma3_text").TINY, "pad_token_id": 3},
                "vision_config": _TILES, "mm_tokens_per_image": 4},
+    "gemma4": {"text_config": {**models.find("gemma4_text").TINY, "pad_token_id": 3},
+               "vision_config": _TILES},
     "mistral3": {"text_config": {**models.find("ministral3").TINY, "pad_token_id": 3},
                  "vision_config": {**_TILES, "head_dim": 16, "model_type": "pixtral"},
                  "tie_word_embeddings": False},

@@ -29,6 +29,9 @@ _SIZES: dict[str, st.SearchStrategy[Any]] = {
     "qk_nope_head_dim": st.sampled_from([8, 16]),
     "qk_rope_head_dim": st.sampled_from([8, 16]),
     "v_head_dim": st.sampled_from([8, 24, 40, None]),
+    "vocab_size_per_layer_input": st.sampled_from([64, 70]),
+    "hidden_size_per_layer_input": st.sampled_from([8, 12, 0]),
+    "num_kv_shared_layers": st.sampled_from([0, 0, 0, 0, 1, 2]),
     **dict.fromkeys(
         ("num_local_experts", "num_experts", "moe_num_experts"), st.sampled_from([3, 4])
     ),
@@ -43,12 +46,19 @@ _SIZES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 _OF_SOME_KINDS = ("moe", "head_dim", "q_lora", "kv_lora", "qk_", "v_head")
-_OF_SOME = frozenset(key for key in _SIZES if "expert" in key or key.startswith(_OF_SOME_KINDS))
+_OF_SOME = frozenset(
+    key
+    for key in _SIZES
+    if "expert" in key
+    or key.startswith(_OF_SOME_KINDS)
+    or key.endswith(("_per_layer_input", "_shared_layers"))
+)
 _FLOATS = st.sampled_from([0.25, 1.0, 3, 0.0, -1.5, None])
 _TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WINDOWS = st.sampled_from([4, 7, 64, 1, 0, None])
 _SCALED: dict[str, tuple[str, ...]] = {  # keys that each type of RoPE requires
     "default": (),
+    "proportional": ("partial_rotary_factor",),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
@@ -67,6 +77,7 @@ _ROPE: dict[str, st.SearchStrategy[Any]] = {
     "mscale": st.sampled_from([1.0, 0.7, 0.0]), "mscale_all_dim": st.sampled_from([1.0, 0.3, 0.0]),
     "truncate": st.booleans(), "alpha": st.sampled_from([10.0, 1, None]),
     "partial_rotary_factor": st.sampled_from([0.5, 1.0, 0.75, 0.3]),
+    "proportion": st.sampled_from([0.5, None]),
     "llama_4_scaling_beta": st.sampled_from([0.1, 0.0, None]),
     "rope_theta": st.sampled_from([1e4, 500, None]), "type": st.sampled_from(list(_SCALED)),
 }  # fmt: skip
@@ -101,6 +112,9 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "partial_rotary_factor": _ROPE["partial_rotary_factor"],
     "rope_theta": _ROPE["rope_theta"], "rope_local_base_freq": _ROPE["rope_theta"],
     "query_pre_attn_scalar": st.sampled_from([8, 256, 0]),
+    "global_head_dim": st.sampled_from([8, 24, 32, None]),
+    "num_global_key_value_heads": st.sampled_from([1, 2, 4, 0, None]),
+    "use_bidirectional_attention": st.sampled_from(["vision", "all", None]),
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"),
                     st.sampled_from([*ACTIVATIONS, "relu", "gelu_new", None])),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps",
@@ -121,8 +135,19 @@ _LEGACY = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddi
 
 
 def attending() -> list[str]:
-    """Architectures without recurrent layers, which only engines for the CPU take."""
-    return [name for name in models.supported() if not _facts(name).is_recurrent]
+    """Architectures that engines for GPUs take, too: all layers attend to KV of one shape."""
+    return [name for name in models.supported() if has_uniform_layers(name)]
+
+
+def has_uniform_layers(model_type: str) -> bool:
+    """Whether each layer attends, with its own KV cache, all of the same shape."""
+    facts = _facts(model_type)
+    heads = {facts.heads_of(layer) for layer in facts.attending_layers}
+    return (
+        not facts.is_recurrent
+        and len(heads) == 1
+        and facts.attending_layers == tuple(range(facts.num_hidden_layers))
+    )
 
 
 def _facts(model_type: str) -> DecoderConfig:
@@ -144,6 +169,7 @@ def configs(model_type: str, config_class: type) -> st.SearchStrategy[dict[str, 
         for key in (*fields, *_LEGACY)
         if key not in _OTHERS and key not in sizes
     }
+    optional |= {key: _KNOWN[key] for key in tiny if key in _KNOWN}
     kinds = st.lists(st.sampled_from(_layer_types(tiny)), min_size=2, max_size=4)
     for key in _OF_LAYERS:
         if key in optional or key in tiny:

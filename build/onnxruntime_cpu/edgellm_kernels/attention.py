@@ -48,7 +48,7 @@ def page_spec(graph: ir.Graph, plan: Plan) -> PageSpec:
     rows = _SHARED_ROWS
     if plan.max_batch_size == 1:
         rows = next((each for each in _ALONE_ROWS if plan.kv_capacity % each == 0), rows)
-    windows = tuple(_window(layer) or 0 for layer in layers)
+    windows = tuple(_window(layer) or 0 for layer in layers if not layer.is_shared)
     pages = PageSpec(rows, windows, max(_PASS_ROWS, plan.max_verify_tree_size))
     return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
 
@@ -67,14 +67,18 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
     assert cache.pages is not None
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     passes = _PassInputs(graph.graph)
-    for index, layer in enumerate(CachedAttention.all_of(graph.graph, takes_sinks=True)):
+    written: dict[int, tuple[ir.Value, ir.Value]] = {}  # caches with the rows of this pass
+    for layer in CachedAttention.all_of(graph.graph, takes_sinks=True):
         graph.cursor = layer.call
         rotation = layer.cos, layer.sin
         if layer.cos is not None and layer.sin is not None and layer.positions is None:
             if layer.cos not in tables:
                 tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
             rotation = tables[layer.cos]
-        _emit(graph, layer, passes, rotation, _scales(graph, cache, index))
+        caches = written.setdefault(layer.cache, (layer.past_key, layer.past_value))
+        outputs = _emit(graph, layer, caches, passes, rotation, _scales(graph, cache, layer.cache))
+        if not layer.is_shared:
+            written[layer.cache] = outputs[1], outputs[2]
     _bind_rope_tables(graph, capacity)
     values = {str(value.name): value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for layer, window in enumerate(cache.pages.windows):
@@ -120,30 +124,34 @@ class _PassInputs:
 def _emit(
     graph: GraphEditor,
     layer: CachedAttention,
+    caches: tuple[ir.Value, ir.Value],
     passes: _PassInputs,
     tables: tuple[ir.Value | None, ...],
     scales: list[ir.Value],
-) -> None:
+) -> tuple[ir.Value, ...]:
+    """The outputs; a layer that shares the cache of an earlier one writes nothing."""
     window = _window(layer)
-    packed = packed_rows(layer.q, layer.k, layer.v)
+    packed = None if layer.is_shared else packed_rows(layer.q, layer.k, layer.v)
+    rows = (layer.q, None, None) if layer.is_shared else (layer.q, layer.k, layer.v)
     given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
     given |= {"rotary_interleaved": 1} if layer.interleaved else {}
     outputs = graph.nodes(
         "CachedAttention",
         [
-            *((packed, None, None) if packed is not None else (layer.q, layer.k, layer.v)),
-            layer.past_key, layer.past_value, passes.sequences, passes.table(window or 0), *tables,
+            *((packed, None, None) if packed is not None else rows),
+            *caches, passes.sequences, passes.table(window or 0), *tables,
             layer.positions, passes.masks,
             *([None, None, _sinks(graph, layer), *scales] if scales or layer.sinks else []),
         ],
-        3,
+        1 if layer.is_shared else 3,
         domain=DOMAIN,
         num_heads=layer.num_heads,
         kv_num_heads=layer.kv_num_heads,
         **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
-    for old, new in zip(layer.outputs, outputs, strict=True):
+    for old, new in zip(layer.outputs, outputs, strict=not layer.is_shared):
         graph.replace(old, new)
+    return tuple(outputs)
 
 
 def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:

@@ -113,12 +113,13 @@ enum {
   kCount
 };
 
-// Inputs: q [1, S, heads * D], or q, k and v concatenated, with k and v left out; k, v [1, S, kv_heads * D];
+// Inputs: q [1, S, heads * D], or q, k and v concatenated, with k and v left out; k, v [1, S, kv_heads * D]. With q
+// alone nothing is written: the rows are in the cache already, which another layer owns.
 // past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
 // order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
 // [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
 // last slots, behind each other; q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
-// Outputs: y [1, S, heads * D], and the caches, which are written in place where they are the past's.
+// Outputs: y [1, S, heads * D], and if rows are written the caches, in place where they are the past's.
 template <ort::ElementType kCache>
 struct CachedAttention {
   static constexpr const char* kName = "CachedAttention";
@@ -126,7 +127,7 @@ struct CachedAttention {
       ort::kFloat, ort::kFloat, ort::kFloat, kCache,      kCache,      ort::kInt64, ort::kInt64, ort::kFloat,
       ort::kFloat, ort::kInt64, ort::kBool,  ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat, kCache, kCache};
-  static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 3;
+  static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 1;
 
   int64_t heads, kv_heads, window, is_interleaved;
   float scale, softcap, epsilon;
@@ -155,8 +156,9 @@ struct CachedAttention {
     dims.back() = heads * all.shape.head_dim;
     all.y = ort::output(context, 0, dims).as<float>();
     Pass pass = cut(in, all);
-    void* const keys = copy_past(context, 1, in[kPastKey], all);
-    void* const values = copy_past(context, 2, in[kPastValue], all);
+    const bool writes = all.inputs.k != nullptr;
+    void* const keys = writes ? copy_past(context, 1, in[kPastKey], all) : in[kPastKey].data;
+    void* const values = writes ? copy_past(context, 2, in[kPastValue], all) : in[kPastValue].data;
     if (!all.shape.rows) return;
     for (Pass::Part& part : pass.parts) part.a.cache.keys = keys, part.a.cache.values = values;
     pass.place();
@@ -181,8 +183,8 @@ struct CachedAttention {
     shape.head_dim = cache[3];
     require(a.cache.page_rows > 0 && a.cache.page_rows % kStrip == 0 && kChunk % a.cache.page_rows == 0,
             "CachedAttention: pages of this size are not known");
-    require(shape.head_dim > 0 && shape.head_dim <= 256,
-            "CachedAttention: heads of more than 256 values are not known");
+    require(shape.head_dim > 0 && shape.head_dim <= 512,
+            "CachedAttention: heads of more than 512 values are not known");
     const int64_t width = heads * shape.head_dim, kv_width = kv_heads * shape.head_dim;
     require(in[kQ].dims.size() == 3 && in[kQ].dims[0] == 1, "CachedAttention: q is not [1, S, width]");
     shape.rows = in[kQ].dims[1];
@@ -197,8 +199,9 @@ struct CachedAttention {
       inputs.k_stride = inputs.v_stride = kv_width;
       return;
     }
-    require(!in[kK] && !in[kV] && inputs.q_stride == width + 2 * kv_width,
-            "CachedAttention: q, k and v do not fit the heads");
+    require(!in[kK] && !in[kV], "CachedAttention: q, k and v do not fit the heads");
+    if (inputs.q_stride == width) return;
+    require(inputs.q_stride == width + 2 * kv_width, "CachedAttention: q, k and v do not fit the heads");
     inputs.k = inputs.q + width;
     inputs.v = inputs.k + kv_width;
     inputs.k_stride = inputs.v_stride = inputs.q_stride;
@@ -288,8 +291,10 @@ struct CachedAttention {
   static void take_rows(Attention& a, int64_t first) {
     Attention::Inputs& inputs = a.inputs;
     inputs.q += first * inputs.q_stride;
-    inputs.k += first * inputs.k_stride;
-    inputs.v += first * inputs.v_stride;
+    if (inputs.k) {
+      inputs.k += first * inputs.k_stride;
+      inputs.v += first * inputs.v_stride;
+    }
     a.y += first * a.shape.heads * a.shape.head_dim;
     if (inputs.positions) {
       inputs.positions += first;
@@ -308,6 +313,7 @@ struct CachedAttention {
   // The cache that is written: a copy of the past, if it is not the past itself.
   static void* copy_past(OrtKernelContext* context, size_t index, const Tensor& past, const Attention& a) {
     const Tensor present = ort::output(context, index, past.dims);
+    require(present.data || !past.count(), "CachedAttention: the caches are written, but no outputs");
     const int64_t size = a.cache.type == CacheType::kFloat32 ? 4 : a.cache.type == CacheType::kFloat16 ? 2 : 1;
     if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);
     return present.data;

@@ -130,7 +130,7 @@ struct Attention {
     int64_t mask_columns;  // the last slots, to which the mask applies
   } shape;
   struct Inputs {
-    const float *q, *k, *v;
+    const float *q, *k, *v;  // without k and v, the new rows are in the cache already
     int64_t q_stride, k_stride, v_stride;  // from row to row
     const float *cos, *sin;  // [table_rows, rotary_dim / 2], or nullptr
     const int64_t* positions;  // [rows] in the tables, or nullptr: tables have one row for each

@@ -8,7 +8,7 @@ namespace edgellm {
 namespace {
 
 constexpr int kMostQueries = 32;  // query heads that share a read of the cache
-constexpr int kMostDim = 256;  // head_dim
+constexpr int kMostDim = 512;  // head_dim
 constexpr int kMostGroup = 16;  // query heads of a KV head in a tile
 constexpr float kNothing = -1e30f;
 constexpr float kMostHalf = 65504;  // as the first argument of `min` and `max`: NaN stays NaN
@@ -113,7 +113,7 @@ void write_kv(const Attention& a, int64_t row) {
     take_head<Isa>(a, row, a.inputs.q + row * a.inputs.q_stride + h * a.shape.head_dim, a.inputs.q_norm, true, query);
     for (int64_t d = 0; d < a.shape.head_dim; d++) query[d] *= scale;
   }
-  for (int64_t h = 0; h < a.shape.kv_heads; h++) {
+  for (int64_t h = 0; a.inputs.k && h < a.shape.kv_heads; h++) {
     const int64_t at = a.place(h, a.shape.write_index + row);
     take_head<Isa>(a, row, a.inputs.k + row * a.inputs.k_stride + h * a.shape.head_dim, a.inputs.k_norm, true, head);
     store_row<Isa>(a, a.cache.keys, a.cache.k_scale, at, head);

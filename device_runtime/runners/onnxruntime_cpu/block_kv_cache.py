@@ -21,7 +21,7 @@ from edgellm.core.model_spec import (
     table_pages,
 )
 from edgellm.core.resources import physical_memory_bytes
-from edgellm.device_runtime.runners.kv_cache import KVCache
+from edgellm.device_runtime.runners.kv_cache import KVCache, joined_rows, split_rows
 from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _NOWHERE = -1  # in block tables, for no block
@@ -48,11 +48,11 @@ class BlockPool:
             _Pool(kv=kv, window=window, layers=own, capacity=capacity, tables=num_sequences)
             for window, own in layers.items()
         ]
-        self._num_layers, self.max_pass_tokens = kv.num_layers, kv.pages.pass_rows
+        self._kv, self.max_pass_tokens = kv, kv.pages.pass_rows
 
     def new_cache(self) -> BlockKVCache:
         """See `KVPool`; it has no blocks yet."""
-        return BlockKVCache([_Table(pool) for pool in self._pools], self._num_layers)
+        return BlockKVCache([_Table(pool) for pool in self._pools], self._kv)
 
     @property
     def num_free(self) -> int:
@@ -125,7 +125,9 @@ class _Pool:
         self.is_bounded = table_pages(kv.pages, window, capacity) < self.table_blocks
         count = pool_pages(kv.pages, window, capacity, tables)
         self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
-        shape = (len(self.parts), count, kv.num_kv_heads, self.block_size, kv.head_dim)
+        self.heads = kv.heads_of(layers[0])
+        assert {*map(kv.heads_of, layers)} == {self.heads}  # of a window's layers
+        shape = (len(self.parts), count, self.heads[0], self.block_size, self.heads[1])
         # ONNX Runtime does not keep the array alive.
         self.blocks = _untouched(shape, np.dtype(kv.dtype), is_shared=tables > 1)
         self._values = [ort.OrtValue.ortvalue_from_numpy(blocks) for blocks in self.blocks]
@@ -257,6 +259,14 @@ class _Table:
         """Keys and values of n positions, [2 * layers, num_kv_heads, n, head_dim]."""
         return self.pool.blocks[self._places(positions)].transpose(1, 2, 0, 3)
 
+    def padded(self, length: int) -> NDArray[Any]:
+        """As `read`, of all positions below `length`; zeros for those that were freed."""
+        shape = (len(self.pool.parts), self.pool.heads[0], length, self.pool.heads[1])
+        found = np.zeros(shape, self.pool.blocks.dtype)
+        there = np.arange(self.first_position, length)
+        found[:, :, self.first_position :] = self.read(there)
+        return found
+
     def write(self, positions: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Write keys and values, shaped as in `read`."""
         self.pool.blocks[self._places(positions)] = values.transpose(2, 0, 1, 3)
@@ -269,8 +279,8 @@ class _Table:
 class BlockKVCache:
     """See `KVCache`: the block tables of one sequence."""
 
-    def __init__(self, tables: list[_Table], num_layers: int) -> None:
-        self._tables, self._num_layers = tables, num_layers
+    def __init__(self, tables: list[_Table], kv: KVCacheSpec) -> None:
+        self._tables, self._kv = tables, kv
         # Block tables [1, P] by graph I/O name.
         self.tables = {
             graph_io.page_table_name(table.pool.window): table.row[None] for table in tables
@@ -283,7 +293,7 @@ class BlockKVCache:
 
     def fork(self) -> BlockKVCache:
         """A copy-on-write copy."""
-        return BlockKVCache([table.fork() for table in self._tables], self._num_layers)
+        return BlockKVCache([table.fork() for table in self._tables], self._kv)
 
     def blocks_in(self, pool: int) -> list[int]:
         """Blocks in one of the pools."""
@@ -307,9 +317,10 @@ class BlockKVCache:
 
     def read(self, length: int) -> NDArray[Any]:
         """See `KVCache`; zeros for positions that were freed."""
-        blocks = self._tables[0].pool.blocks
-        shape = (2 * self._num_layers, 1, blocks.shape[2], length, blocks.shape[4])
-        found = np.zeros(shape, blocks.dtype)  # unwritten zeros take no memory
+        if self._kv.heads:
+            return joined_rows([rows for table in self._tables for rows in table.padded(length)])
+        shape = (2 * self._kv.num_layers, 1, self._kv.num_kv_heads, length, self._kv.head_dim)
+        found = np.zeros(shape, self._kv.dtype)  # unwritten zeros take no memory
         for table in self._tables:
             there = np.arange(table.first_position, length)
             found[_places(table), 0, :, table.first_position :] = table.read(there)
@@ -317,11 +328,19 @@ class BlockKVCache:
 
     def write(self, values: NDArray[Any], min_length: int = 0) -> None:
         """See `KVCache`; blocks before the window of `min_length` are not allocated."""
-        count = values.shape[-2]
-        for table in self._tables:
+        count, parts = values.shape[-2], self._parts(values)
+        for table, own in zip(self._tables, parts, strict=True):
             table.renew(count, min_length)
             there = np.arange(table.first_position, count)
-            table.write(there, values[_places(table), 0, :, table.first_position :])
+            table.write(there, own[:, :, table.first_position :])
+
+    def _parts(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """Of each table [2 * layers, num_kv_heads, length, head_dim]."""
+        if not self._kv.heads:
+            return [values[_places(table), 0] for table in self._tables]
+        pools = [table.pool for table in self._tables]
+        found = split_rows(values, [pool.heads for pool in pools for _ in pool.parts])
+        return [np.stack([found.pop(0) for _ in pool.parts]) for pool in pools]
 
 
 def _places(table: _Table) -> list[int]:

@@ -64,7 +64,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
         model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith("norm.weight"):
+                if name.endswith(("norm.weight", "layer_scalar")):
                     parameter.uniform_(0.5, 1.5)
                 elif name.endswith(("bias", "sinks")):
                     parameter.normal_(0, 0.2)

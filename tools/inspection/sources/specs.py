@@ -30,9 +30,17 @@ def decoder_title(spec: DecoderSpec) -> str:
 def _layers(spec: DecoderSpec) -> str:
     """Return the numbers of attention and recurrent layers; a layer may be both."""
     if spec.recurrent is None:
-        return str(spec.kv.num_layers)
+        layers = spec.num_layers or spec.kv.num_layers
+        shared = layers - spec.kv.num_layers
+        return f"{layers}" + (f", {shared} of them with shared KV," if shared else "")
     recurrent = {name.split(".")[1] for name in spec.recurrent.states}
     return f"{spec.kv.num_layers} attention and {len(recurrent)} recurrent"
+
+
+def _heads(spec: DecoderSpec) -> str:
+    """Return the KV heads and their sizes of all kinds of layers."""
+    found = sorted({spec.kv.heads_of(layer) for layer in range(spec.kv.num_layers)})
+    return ", ".join(f"{count} of {size}" for count, size in found)
 
 
 def encoder_title(spec: VisionSpec) -> str:
@@ -48,7 +56,7 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
         "parameters": f"{spec.num_parameters:,}",
         "layers": _layers(spec),
         "hidden size": str(spec.hidden_size),
-        "KV heads": f"{spec.kv.num_kv_heads} of {spec.kv.head_dim}",
+        "KV heads": _heads(spec),
         "vocabulary": str(spec.vocab_size),
         "positions": str(spec.max_positions),
         **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),

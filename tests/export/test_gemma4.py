@@ -1,0 +1,151 @@
+"""Gemma 4: shared keys and values, heads of two sizes, and per-layer embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_checkpoint
+from portable import TOLERANCE
+from transformers import AutoModelForCausalLM
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
+from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
+from edgellm.core.model_spec import cache_bytes
+from edgellm.export import models
+from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
+from edgellm.export.pipeline.verify import run_portable
+
+TINY = models.find("gemma4_text").TINY
+SLIDING, FULL = "sliding_attention", "full_attention"
+PLAN = Plan(max_input_len=48, kv_capacity=64, threads=1, prefill="auto")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def export(folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """A checkpoint and its float32 bundle."""
+    checkpoint = make_checkpoint(folder / "checkpoint", **{**TINY, **changes})
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", ExportOptions(dtype="fp32"))
+    return checkpoint, folder / "bundle"
+
+
+CONFIGS = {
+    "nothing shared": {"num_kv_shared_layers": 0},
+    "one shared": {"num_kv_shared_layers": 1},
+    "all but the first two shared": {
+        "num_kv_shared_layers": 4,
+        "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING, FULL],
+    },
+    "shared by all of one type": {"num_kv_shared_layers": 5, "layer_types": [FULL] * 6},
+    "single width": {"use_double_wide_mlp": False},
+    "default pattern": {"layer_types": None, "num_kv_shared_layers": 0},
+    "equal keys and values": {"attention_k_eq_v": True},
+    "fewer global heads": {"attention_k_eq_v": True, "num_global_key_value_heads": 4},
+    "heads of one size": {"global_head_dim": 32},
+    "no per-layer embeddings": {"hidden_size_per_layer_input": 0},
+    "larger per-layer vocabulary": {"vocab_size_per_layer_input": 100},
+    "wide heads": {
+        "global_head_dim": 96,
+        "rope_parameters": {
+            FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.3},
+            SLIDING: {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_configs_equal_transformers(tmp_path, changes):
+    checkpoint, bundle = export(tmp_path, **changes)
+    ids = np.random.default_rng(1).integers(9, 96, 30)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+        # Without hidden states, transformers slices per-layer inputs that may not exist.
+        outputs = model(torch.from_numpy(ids)[None], output_hidden_states=True)
+    expected = outputs.logits[0].numpy()
+    found = run_portable(bundle, load_bundle(bundle, LLM_BUNDLE), ids, 26)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max())
+
+
+def test_the_hubs_keys_equal_those_that_transformers_saves():
+    """`per_layer_config` is derived from `global_head_dim` and `num_global_key_value_heads`."""
+    from transformers import AutoConfig
+
+    given = {**TINY, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    saved = AutoConfig.for_model(**given).to_dict()
+    assert "global_head_dim" not in saved
+    read = [
+        models.find("gemma4_text").Config.from_hf(ConfigReader(each)) for each in (given, saved)
+    ]
+    one, other = ([config.heads_of(layer) for layer in range(6)] for config in read)
+    assert one == other == [(2, 32), (2, 32), (1, 48)] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers = 6, so some layers have no earlier"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers = 4, so some layers have no earlier"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1"),
+        ({"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input = 95 is below"),
+        ({"hidden_size_per_layer_input": -8}, "hidden_size_per_layer_input = -8 is negative"),
+        ({"use_bidirectional_attention": "all"}, "only 'vision'"),
+        ({"per_layer_config": {"6": {"head_dim": 8}}}, "per_layer_config has '6', which is no"),
+        ({"per_layer_config": {"2": {"sliding_window": 8}}}, "does not understand: sliding_window"),
+        ({"per_layer_config": {"0": {"head_dim": 8}}}, "several sizes of heads in sliding"),
+        (
+            {"attention_k_eq_v": True, "num_global_key_value_heads": 3},
+            "4 attention heads cannot share 3",
+        ),
+    ],
+)
+def test_wrong_configs_are_rejected_by_name(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        models.find("gemma4_text").Config.from_hf(ConfigReader({**TINY, **changes}))
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory) -> Path:
+    return export(tmp_path_factory.mktemp("gemma4"))[1]
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "onnxruntime_cuda"])
+def test_gpu_backends_reject_it_before_the_build(bundle, tmp_path, backend):
+    with pytest.raises(EdgeLLMError, match="on cuda does not compute layers with shared KV, or"):
+        build_engine("llm", bundle, tmp_path / "engine", PLAN, backend, lambda _: None)
+    assert not (tmp_path / "engine").exists()
+
+
+def test_only_layers_with_own_keys_have_a_cache(bundle):
+    """A token takes the bytes of four layers, three of them with small heads."""
+    spec = load_bundle(bundle, LLM_BUNDLE).decoder
+    assert (spec.num_layers, spec.kv.num_layers) == (6, 4)
+    assert spec.kv.heads == ((2, 32), (2, 32), (2, 48), (2, 32))
+    assert spec.kv.bytes_per_token == 2 * 2 * (3 * 32 + 48) * 4
+    assert cache_bytes(spec.kv, 10) == 10 * spec.kv.bytes_per_token
+
+
+def test_tensors_of_shared_layers_are_ignored(tmp_path):
+    """As in transformers: the hub's files have keys and values of all layers."""
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint, bundle = export(tmp_path)
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = "model.layers.4.self_attn.k_proj.weight"
+    assert name not in tensors
+    save_file({**tensors, name: np.ones((64, 96), np.float32)}, checkpoint / "model.safetensors")
+    again = tmp_path / "again"
+    export_llm(open_checkpoint(str(checkpoint)), again, ExportOptions(dtype="fp32"))
+    ids = np.arange(9, 30)
+    one, other = (
+        run_portable(each, load_bundle(each, LLM_BUNDLE), ids, 20) for each in (bundle, again)
+    )
+    np.testing.assert_array_equal(one, other)
