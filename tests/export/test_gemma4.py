@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_checkpoint
+from lora_adapters import ALL, logits_of, reference, write_adapter
 from portable import TOLERANCE
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +19,7 @@ from edgellm.build.plan import Plan
 from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.model_spec import cache_bytes
+from edgellm.device_runtime.api.llm import LLM
 from edgellm.export import models
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.graph.architecture import ExportOptions
@@ -149,3 +152,21 @@ def test_tensors_of_shared_layers_are_ignored(tmp_path):
         run_portable(each, load_bundle(each, LLM_BUNDLE), ids, 20) for each in (bundle, again)
     )
     np.testing.assert_array_equal(one, other)
+
+
+def test_adapters_equal_merged_weights(tmp_path):
+    """Of all linear layers of the layers; some have no keys and values."""
+    checkpoint, bundle = export(tmp_path)
+    names = (*ALL, "per_layer_input_gate", "per_layer_projection")
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, targets=names)
+    plan = dataclasses.replace(PLAN, max_lora_rank=4)
+    build_engine("llm", bundle, tmp_path / "engine", plan, "onnxruntime", lambda _: None)
+    ids = np.arange(12) * 7 % 90
+    expected = logits_of(reference(checkpoint, adapter, {"": 2.0}), ids)
+    with LLM(tmp_path / "engine") as llm:
+        llm.load_adapter("own", adapter)
+        kv = llm.base.new_kv()
+        kv.adapter = llm._adapters.find("own")
+        found = llm.base.run(ids, 0, np.arange(12), kv=kv).logits
+        kv.free()
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max())
