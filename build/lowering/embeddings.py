@@ -13,6 +13,8 @@ from edgellm.build.lowering.linears.block_factors import Factors, Joined, stored
 from edgellm.core.onnx_functions import FUNCTIONS_OF_ROWS
 
 _WIDENED_AT_ONCE = 1 << 22  # values
+_SMALLEST_TABLE = 1 << 20  # bytes of one that is mapped by rows
+_LOOKUPS = ("Gather", 0), ("LookUp", 1)  # operators and their inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,18 @@ def table_of(node: ir.Node) -> tuple[str, ir.TensorProtocol] | None:
         return None if value is None or stored is None else (str(value.name), stored)
     table = BlockTable.of(node)
     return None if table is None else (table.name, table.codes)
+
+
+def lookup_ranges(graph: ir.Graph) -> list[tuple[int, int]]:
+    """Offset and bytes in the weight file of each table that a graph only looks up rows in."""
+    found = []
+    for value in graph.initializers.values():
+        tensor, uses = value.const_value, tuple(value.uses())
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.nbytes < _SMALLEST_TABLE:
+            continue
+        if uses and all((use.node.op_type, use.idx) in _LOOKUPS for use in uses):
+            found.append((tensor.offset or 0, tensor.nbytes))
+    return found
 
 
 def look_up_blocks(graph: GraphEditor) -> None:

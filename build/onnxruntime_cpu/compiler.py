@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm.build.host_info import trim
+from edgellm.build.lowering.embeddings import lookup_ranges
 from edgellm.build.lowering.linears.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.linears.widened import notes_of_widened
 from edgellm.build.lowering.lora import write_adapted_layers
@@ -42,13 +43,17 @@ from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.packed_layout import VERSION
-from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT
+from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT, LOOKUPS
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     LoadedGraph,
     OnnxRuntimeRunner,
     open_runner,
 )
-from edgellm.device_runtime.runners.onnxruntime_graphs import GraphOptions, load_graph
+from edgellm.device_runtime.runners.onnxruntime_graphs import (
+    GraphOptions,
+    load_graph,
+    maps_weights,
+)
 from edgellm.device_runtime.runners.onnxruntime_import import ort
 
 _HEAD_STEP, _LARGEST_HEAD = 8, 512  # head_dim: ONNX Runtime's attention; edgellm's kernels
@@ -111,17 +116,25 @@ def compile_bundle(
         cost_ms=costs,
         prefill_rows=prefill_rows,
         notes=(*(notes_of(plan) if own else ()), *notes_of_widened(models)),
-        options=_what_runs(plan) if own else {},
+        options=_what_runs(plan, folder, graphs) if own else {},
         checks=tuple(each.text for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),
         pages=pages,
     )
 
 
-def _what_runs(plan: Plan) -> dict[str, Any]:
+def _what_runs(
+    plan: Plan, folder: Path, graphs: dict[str, tuple[GraphSpec, ...]]
+) -> dict[str, Any]:
     """Options of the engine, see `runners.onnxruntime_cpu`."""
     kernels = kernels_of(plan)
-    layout = {LAYOUT: VERSION} if kernels == EDGELLM else {}
+    layout: dict[str, Any] = {}
+    if kernels == EDGELLM:
+        paths = {graph.path for of_role in graphs.values() for graph in of_role}
+        mapped = [path for path in sorted(paths) if maps_weights(folder / path)]
+        ranges = {path: lookup_ranges(ir.load(folder / path).graph) for path in mapped}
+        tables = {path: own for path, own in ranges.items() if own}
+        layout = {LAYOUT: VERSION} | ({LOOKUPS: tables} if tables else {})
     rank = {MAX_LORA_RANK: plan.max_lora_rank} if plan.max_lora_rank else {}
     return {KERNELS: kernels, "threads": plan.threads, **layout, **rank}
 

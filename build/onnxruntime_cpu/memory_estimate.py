@@ -64,7 +64,7 @@ def estimate_graphs(
             packed = max(own.largest, own.floats)
             held.append(_Held(checked=checked, copied=0, saved=packed, loaded=0))
             continue
-        linears, table = _linear_sizes(model, plan.quantize), _table_bytes(model, None)
+        linears, table = _linear_sizes(model, plan.quantize), sum(_table_sizes(model, None))
         float_table = table if _has_float_table(model) else 0  # a session copies it
         copied = saved = loaded = 0
         for variant in variants:
@@ -174,14 +174,14 @@ class _OwnSizes:
 
 
 def _own_sizes(model: ir.Model, kernel: OwnLinears) -> _OwnSizes:
-    table = _table_bytes(model, kernel)
+    tables = _table_sizes(model, kernel)
     packed, doubled, largest = _packed_sizes(model, kernel)
     experts, taken, stack = _expert_sizes(model, kernel)
     return _OwnSizes(
-        engine=table + packed + experts + 2 * doubled,
+        engine=sum(tables) + packed + experts + 2 * doubled,
         read=packed + doubled + taken,
         floats=doubled,
-        largest=max(table, largest, stack),
+        largest=max(*tables, largest, stack),
     )
 
 
@@ -223,10 +223,10 @@ def _expert_sizes(model: ir.Model, kernel: OwnLinears) -> tuple[int, int, int]:
     return experts + routers, taken + routers, largest
 
 
-def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
-    """Bytes of the embedding in all graphs, unless it shares the packed head."""
+def _table_sizes(model: ir.Model, kernel: OwnLinears | None) -> list[int]:
+    """Bytes of each embedding, 0 if it shares the packed head."""
     heads = {layer_name(node) for node, _ in linear_layers(model.graph)}
-    sizes = [0]
+    sizes = {"": 0}
     for node in model.graph:
         if (table := table_of(node)) is None:
             continue
@@ -234,11 +234,11 @@ def _table_bytes(model: ir.Model, kernel: OwnLinears | None) -> int:
         factors = sum(each.nbytes for each in blocks.stored_factors) if blocks is not None else 0
         found = packed_table(node, kernel) if kernel is not None else None
         if found is None:
-            sizes.append(min(table[1].nbytes, 4 * table[1].size) + factors)
+            sizes[table[0]] = min(table[1].nbytes, 4 * table[1].size) + factors
             continue
         own = factors if blocks is not None and has_own_factors(blocks) else 0
-        sizes.append(own + (0 if found[1] in heads else found[0].num_bytes))
-    return max(sizes)
+        sizes[table[0]] = own + (0 if found[1] in heads else found[0].num_bytes)
+    return [*sizes.values()]
 
 
 def _has_float_table(model: ir.Model) -> bool:

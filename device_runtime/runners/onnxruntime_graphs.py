@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class GraphOptions:
         captures: passes may be recorded as CUDA graphs.
         entries: entries of the session's configuration.
         weights: initializers that are on the device already; must outlive the session.
+        lookups: offset and bytes of tables in the weight file that passes read by rows.
     """
 
     threads: int = 0
@@ -65,6 +66,7 @@ class GraphOptions:
     captures: bool = False
     entries: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, ort.OrtValue] = field(default_factory=dict)
+    lookups: Sequence[tuple[int, int]] = ()
 
 
 def load_graph(path: Path, how: GraphOptions | None = None) -> ort.InferenceSession:
@@ -85,7 +87,7 @@ def load_graph(path: Path, how: GraphOptions | None = None) -> ort.InferenceSess
     mapped = None
     if how.own_kernels:
         register(options)
-        mapped = _map_weights(path, options) if maps_weights(path) else None
+        mapped = _map_weights(path, options, how.lookups) if maps_weights(path) else None
     if not how.optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if how.device == CUDA:
@@ -160,17 +162,26 @@ def maps_weights(path: Path) -> bool:
     return _PACKED not in path.read_bytes()
 
 
-def _map_weights(path: Path, options: ort.SessionOptions) -> mmap.mmap:
+def _map_weights(
+    path: Path, options: ort.SessionOptions, lookups: Sequence[tuple[int, int]]
+) -> mmap.mmap:
     """Map the graph's weights for a session, in pages of 2 MB if the system supports them.
 
     A pass reads all weights; with pages of 4 KB, TLB misses slow it down. ONNX Runtime maps each
-    weight separately, at addresses that do not fit pages of 2 MB.
+    weight separately, at addresses that do not fit pages of 2 MB. Of tables in `lookups` a pass
+    reads some rows: with pages of 2 MB, each row would read 2 MB of the file.
     """
     file = path.with_suffix(".data")
     with file.open("rb") as stream:
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     with contextlib.suppress(OSError):  # the system has no such pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
+        for offset, size in lookups:
+            begin = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (offset + size - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0 and offset + size <= len(mapped):
+                mapped.madvise(mmap.MADV_NOHUGEPAGE, begin, length)
+                mapped.madvise(mmap.MADV_RANDOM, begin, length)
     _lend(options, {file.name: mapped})
     return mapped
 

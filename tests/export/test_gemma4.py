@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,56 @@ def test_adapters_equal_merged_weights(tmp_path):
         found = llm.base.run(ids, 0, np.arange(12), kv=kv).logits
         kv.free()
     np.testing.assert_allclose(found, expected, atol=TOLERANCE * np.abs(expected).max())
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import numpy as np
+from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.device_runtime.networks.decoder import open_decoder
+
+def read(name):
+    return Path("/proc/self", name).read_text()
+
+session = open_decoder(Path(sys.argv[1]), load_engine(Path(sys.argv[1]), LLM_ENGINE))
+session.run(np.arange(9, 40), 0, np.arange(31))
+mapped, size, rows = False, 0, 0
+for words in map(str.split, read("smaps").splitlines()):
+    if "-" in words[0] and not words[0].endswith(":"):
+        mapped = words[-1].endswith("decode.data")
+    elif words[0] == "Size:":
+        size = int(words[1])
+    elif words[0] == "VmFlags:" and mapped and "rr" in words:
+        rows += size
+anonymous = next(line for line in read("status").splitlines() if line.startswith("RssAnon"))
+print(int(anonymous.split()[1]) << 10, rows << 10)
+"""
+
+
+def _measured(engine: Path) -> tuple[int, int]:
+    """Anonymous bytes of a process after a pass, and bytes of weights that are read by rows."""
+    command = [sys.executable, "-c", _MEASURE, str(engine)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return int(found[0]), int(found[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_per_layer_embeddings_stay_in_the_mapped_file(bundle, tmp_path, quantize):
+    """A table of 123 MB in float32 adds no anonymous memory.
+
+    Quantized ones are mapped for reads of rows; ONNX Runtime maps files with weights that it packs.
+    """
+    large = export(tmp_path, vocab_size_per_layer_input=160_000)[1]
+    plan, found = dataclasses.replace(PLAN, quantize=quantize), []
+    for name, source in (("small", bundle), ("large", large)):
+        build_engine("llm", source, tmp_path / name, plan, "onnxruntime", lambda _: None)
+        found.append(_measured(tmp_path / name))
+    table = (160_000 - 96) * 192 * (4 if quantize == "none" else 1)
+    assert found[1][0] - found[0][0] < table / 10
+    assert found[0][1] == 0
+    if quantize == "none":
+        assert found[1][1] == 0
+    else:
+        assert table * 0.98 < found[1][1] < table * 1.2

@@ -10,12 +10,14 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.core.graph_roles import ROLES, Rows
-from edgellm.core.manifest import Engine
+from edgellm.core.manifest import Engine, GraphSpec
 from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction_sets
 from edgellm.device_runtime.runners.runner import Runner
 
 MINIMUM_VERSION = (1, 22)
 KERNELS, LAYOUT = "kernels", "weight_layout"  # options of an engine: its kernels, layout version
+# An option: by graph, ranges of its weight file with tables that passes read by rows.
+LOOKUPS = "lookup_tables"
 EDGELLM, ONNXRUNTIME = "edgellm", "onnxruntime"  # values of `KERNELS`
 
 
@@ -69,13 +71,21 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
             "own_kernels": own_kernels,
         }
         loaded = [
-            LoadedGraph(load_graph(folder / g.path, GraphOptions(**options)), g.max_rows)
+            LoadedGraph(
+                load_graph(folder / g.path, GraphOptions(**options, lookups=_lookups(engine, g))),
+                g.max_rows,
+            )
             for g in graphs
         ]
         kv = engine.cache_of(role)
         capacity = engine.max_kv_cache_capacity
         opened[role] = open_runner(loaded, kv, capacity, engine.max_batch_size)
     return opened
+
+
+def _lookups(engine: Engine, graph: GraphSpec) -> tuple[tuple[int, int], ...]:
+    ranges = engine.options.get(LOOKUPS, {}).get(graph.path, ())
+    return tuple((offset, size) for offset, size in ranges)
 
 
 def _check_origin(folder: Path, engine: Engine) -> None:
