@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.experts.weights import SeparateExperts
+from edgellm.export.checkpoints.experts.stacked import experts_of
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
@@ -100,9 +100,7 @@ class DecoderLayer(llama.DecoderLayer):
             if width
             else None
         )
-        stack = SeparateExperts(
-            weights=mlp / "experts", experts=routing.experts, sizes=(hidden, routing.size)
-        )
+        stack = experts_of(mlp / "experts", routing.experts, (hidden, routing.size))
         self.experts = Mixture(
             route=CorrectedRouter(mlp, hidden, routing), stack=stack, routing=routing, shared=shared
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgellm.export.checkpoints.experts.weights import SeparateExperts
+from edgellm.export.checkpoints.experts.stacked import experts_of
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
@@ -50,12 +50,8 @@ class DecoderLayer(llama.DecoderLayer):
 
 def _mixture(config: Config, weights: Weights) -> MLP:
     hidden, routing = config.hidden_size, config.routing
-    stack = SeparateExperts(
-        weights=weights / "experts",
-        experts=routing.experts,
-        sizes=(hidden, routing.size),
-        names=_NAMES,
-    )
+    sizes = hidden, routing.size
+    stack = experts_of(weights / "experts", routing.experts, sizes, _NAMES)
     return Mixture(route=Router(weights / "gate", hidden, routing), stack=stack, routing=routing)
 
 

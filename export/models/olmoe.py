@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.experts.weights import SeparateExperts
+from edgellm.export.checkpoints.experts.stacked import experts_of
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
@@ -73,9 +73,7 @@ class DecoderLayer(llama.DecoderLayer):
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "mlp"
-        stack = SeparateExperts(
-            weights=mlp / "experts", experts=routing.experts, sizes=(hidden, routing.size)
-        )
+        stack = experts_of(mlp / "experts", routing.experts, (hidden, routing.size))
         self.mlp = Mixture(
             route=Router(mlp / "gate", hidden, routing), stack=stack, routing=routing
         )

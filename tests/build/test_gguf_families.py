@@ -11,6 +11,7 @@ import pytest
 from conftest import make_checkpoint
 from gguf_files import CASES, write_gguf
 from gguf_hybrids import HYBRIDS, write_hybrid
+from gguf_text import TEXTS
 from mixed_gguf import scaled_blocks
 from portable import open_portable
 from transformers import AutoModelForCausalLM
@@ -39,7 +40,8 @@ KINDS = {
 KINDS |= dict.fromkeys(("ssm_in", "ssm_ba", "ssm_alpha", "attn_gate", "in_proj"), "Q4_0")
 KINDS |= dict.fromkeys(("ssm_out", "ssm_beta", "out_proj", "ffn_latent_up"), "Q8_0")
 KINDS |= dict.fromkeys(("ffn_latent_down", "ffn_up_shexp", "ffn_down_shexp"), "Q5_1")
-KINDS["ffn_gate_shexp"] = "Q4_1"
+KINDS |= {"ffn_gate_shexp": "Q4_1", "attn_q_a": "Q4_0", "attn_q_b": "Q8_0"}
+KINDS |= {"attn_kv_a_mqa": "Q5_1", "attn_kv_b": "Q4_1"}
 # As Q4_K_M has them.
 K_KINDS = dict.fromkeys(KINDS, "Q4_K") | {"attn_v": "Q6_K", "ffn_down_exps": "Q6_K"}
 MXFP4 = {**KINDS, **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")}
@@ -51,6 +53,7 @@ EVEN = {
     "shared_intermediate_size": 96,
     "moe_intermediate_size": 64,
 }
+OTHERS = {**HYBRIDS, **TEXTS}
 FILES = {
     **{name: (name, {}, KINDS) for name in
        ("gemma2", "gemma3", "granite", "olmo2", "olmo3", "phi3", "smollm3")},
@@ -63,6 +66,14 @@ FILES = {
     "falcon-h1": ("falcon-h1", EVEN, KINDS),
     "nemotron_h_moe": ("nemotron_h_moe", EVEN, KINDS),
     "lfm2moe": ("lfm2moe", EVEN, KINDS),
+    "glm4": ("glm4", EVEN, KINDS),
+    "starcoder2": ("starcoder2", EVEN, KINDS),
+    "minicpm3": ("minicpm3", EVEN, KINDS),
+    "qwen2moe": ("qwen2moe", EVEN, KINDS),
+    "olmoe": ("olmoe", EVEN, KINDS),
+    "granitemoe": ("granitemoe_shared", EVEN, KINDS),
+    "ernie4_5-moe": ("ernie4_5-moe", {**EVEN, "intermediate_size": 256}, KINDS),
+    "mixtral": ("mixtral", EVEN, KINDS),
 }  # fmt: skip
 
 
@@ -79,10 +90,10 @@ def encode(kinds, name, array):
 
 def write(folder, name):
     case, changes, kinds = FILES[name]
-    arch, config = {**CASES, **HYBRIDS}[case]
+    arch, config = {**CASES, **OTHERS}[case]
     changes = {key: value for key, value in changes.items() if key in config}
     checkpoint = make_checkpoint(folder / "hf", **{**config, **changes})
-    if case in HYBRIDS:
+    if case in OTHERS:
         write_hybrid(folder / "model.gguf", arch, checkpoint, lambda *each: encode(kinds, *each))
         return folder / "model.gguf"
     model = AutoModelForCausalLM.from_pretrained(checkpoint)

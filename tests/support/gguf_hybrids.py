@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gguf_mamba
+import gguf_text
 import numpy as np
 from gguf_files import Encode, is_matrix, write_words
 from gguf_mamba import Facts, Tensors
@@ -88,7 +89,12 @@ def write_hybrid(
     facts = {**_facts(config, layers), **_OWN_FACTS[arch](config)}
     facts |= {key.replace("__", "."): value for key, value in extra.items()}
     for key, value in facts.items():
-        writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
+        if value is None:
+            continue
+        kind = gguf.GGUFValueType.get_type(value)
+        if kind == gguf.GGUFValueType.INT32:
+            kind = gguf.GGUFValueType.UINT32  # as llama.cpp requires
+        writer.add_key_value(f"{arch}.{key}", value, kind)
     write_words(writer, config["vocab_size"])
     for name, array in tensors(arch, folder, config):
         if encode is not None and is_matrix(name, array):
@@ -113,9 +119,11 @@ def tensors(arch: str, folder: Path, config: Facts) -> Tensors:
             if own.startswith(("blk.", "output.")):
                 yield own, converted
                 continue
+            own = own.replace("e_score_correction_bias", "e_score_correction.bias")
             place = names.get_name(own, try_suffixes=(".weight", ".bias"))
             assert place is not None, own
             yield place, converted
+    yield from gguf_text.rope_tensors(config)
 
 
 def _stacked(found: dict[str, np.ndarray]) -> Tensors:
@@ -145,7 +153,7 @@ def _facts(config: Facts, layers: int) -> Facts:
     }
     found = {key: config[theirs] for key, theirs in keys.items() if config.get(theirs) is not None}
     epsilons = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
-    epsilon = next(config[key] for key in epsilons if key in config)
+    epsilon = next((config[key] for key in epsilons if key in config), None)
     count = config.get("num_local_experts", config.get("num_experts"))
     rope = config.get("rope_parameters") or {}
     return {
@@ -254,6 +262,7 @@ def _qwen35(name: str, array: np.ndarray, config: Facts) -> Tensors:
 
 
 _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
+    **gguf_text.FACTS,
     "qwen3next": _delta_facts,
     "qwen35": _qwen35_facts,
     "qwen35moe": _qwen35_facts,
@@ -265,6 +274,7 @@ _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
     "lfm2moe": gguf_mamba.lfm2_facts,
 }
 CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
+    **gguf_text.CONVERT,
     "qwen3next": _qwen3next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

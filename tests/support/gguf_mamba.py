@@ -36,7 +36,8 @@ def _mamba_facts(config: Facts) -> Facts:
     }
 
 
-def _permuted(name: str, array: np.ndarray, config: Facts) -> np.ndarray:
+def permuted(name: str, array: np.ndarray, config: Facts) -> np.ndarray:
+    """Queries and keys with adjacent pairs, as llama.cpp's `LlamaModel.permute`."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for part, key in heads.items():
         if name.endswith((f"{part}.weight", f"{part}.bias")):
@@ -74,7 +75,7 @@ def granite(name: str, array: np.ndarray, config: Facts) -> Tensors:
     elif name.endswith("shared_mlp.output_linear.weight"):
         yield f"blk.{layer}.ffn_down{kind}.weight", array
     else:
-        yield _mamba(name, _permuted(name, array, config), config["mamba_n_groups"])
+        yield _mamba(name, permuted(name, array, config), config["mamba_n_groups"])
 
 
 def falcon_facts(config: Facts) -> Facts:
@@ -141,7 +142,7 @@ def nemotron_facts(config: Facts) -> Facts:
 
 
 def nemotron(name: str, array: np.ndarray, config: Facts) -> Tensors:
-    array = _permuted(name, array, config)
+    array = permuted(name, array, config)
     if name.endswith("e_score_correction_bias"):
         name = name.replace("correction_bias", "correction.bias")
     elif ".mixer.experts." in name:

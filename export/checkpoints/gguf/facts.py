@@ -14,7 +14,9 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.export.checkpoints.gguf.permutations import Orders, as_stored
+from edgellm.export.config.layer_types import FULL, SLIDING
 
+LAYER_NORM = "attention.layer_norm_epsilon"  # epsilon of norms that subtract the mean
 _REQUIRED: Any = object()
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -112,6 +114,14 @@ class Facts:
         if (found := self.get(key, allowed[0])) not in allowed:
             raise UnsupportedModelError(f"GGUF {self.architecture}.{key} = {found} is unsupported")
 
+    def has(self, ending: str) -> bool:
+        """Whether a tensor's name ends so."""
+        return any(name.endswith(ending) for name in self.names)
+
+    def epsilon(self) -> float:
+        """Epsilon of the norms."""
+        return float(f"{self.get(self.family.epsilon):.6g}")
+
     def skip(self, *keys: str) -> None:
         """Ignore these keys: they do not affect the computation."""
         self._used.update(f"{self.architecture}.{key}" for key in keys)
@@ -135,6 +145,7 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=dict)  # whole names, if not of modules
     orders: Callable[[Mapping[str, Any]], Orders] = as_stored
     norm_shift: float = 0.0  # added to the weights of norms
+    epsilon: str = "attention.layer_norm_rms_epsilon"
     turns_in_part: bool = False
     has_experts: bool = False
 
@@ -156,6 +167,32 @@ def experts(facts: Facts, count: str, size: str) -> Config:
     width = facts.get("expert_feed_forward_length", 0) or facts.get("feed_forward_length")
     taken = facts.get("expert_used_count")
     return {count: facts.get("expert_count"), "num_experts_per_tok": taken, size: width}
+
+
+def windows(facts: Facts, period: int, default: int = 0) -> tuple[int | None, list[str]]:
+    """The window, None if all layers have full attention, and the type of each layer.
+
+    Args:
+        facts: of the file.
+        period: assumed by llama.cpp; the last layer of each has full attention.
+        default: of the window; 0: none.
+    """
+    layers, window = facts.get("block_count"), facts.get("attention.sliding_window", default)
+    pattern = facts.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, int):
+        pattern = [not pattern or index % pattern < pattern - 1 for index in range(layers)]
+    types = [SLIDING if window and slides else FULL for slides in pattern]
+    return window or None, types
+
+
+def long_rope(facts: Facts) -> Config:
+    """RoPE parameters of a file with `rope_factors_short` and `rope_factors_long`, else {}."""
+    short, long = (facts.vectors.get(f"rope_factors_{kind}") for kind in ("short", "long"))
+    scale = facts.number("rope.scaling.attn_factor", None)
+    if not short or not long:
+        return {}
+    found: Config = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    return found if scale is None else {**found, "attention_factor": scale}
 
 
 def of_type(model_type: str) -> Callable[[Facts], Config]:

@@ -13,8 +13,18 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts, of_type
+from edgellm.export.checkpoints.gguf.dense import DENSE
+from edgellm.export.checkpoints.gguf.facts import (
+    Config,
+    Facts,
+    Family,
+    experts,
+    long_rope,
+    of_type,
+    windows,
+)
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
+from edgellm.export.checkpoints.gguf.mixtures import MIXTURES
 from edgellm.export.checkpoints.gguf.permutations import interleaved
 from edgellm.export.config.layer_types import FULL, SLIDING
 
@@ -48,7 +58,7 @@ def read_config(facts: Facts) -> Config:
         "num_attention_heads": heads,
         "num_key_value_heads": facts.get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": float(f"{facts.get('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rms_norm_eps": facts.epsilon(),
         "max_position_embeddings": facts.get("context_length"),
         "rope_parameters": _rope(facts, head_dim),
         "tie_word_embeddings": "output.weight" not in facts.names,
@@ -118,27 +128,6 @@ def _yarn(facts: Facts, factor: float) -> Config:
     return {"attention_factor": scale, **betas}
 
 
-def _llama(facts: Facts) -> Config:
-    has_bias = "blk.0.attn_q.bias" in facts.names
-    return {"model_type": "llama"} | ({"attention_bias": True} if has_bias else {})
-
-
-def _windows(facts: Facts, period: int, default: int = 0) -> tuple[int | None, list[str]]:
-    """The window, None if all layers have full attention, and the type of each layer.
-
-    Args:
-        facts: of the file.
-        period: assumed by llama.cpp; the last layer of each has full attention.
-        default: of the window; 0: none.
-    """
-    layers, window = facts.get("block_count"), facts.get("attention.sliding_window", default)
-    pattern = facts.get("attention.sliding_window_pattern", period)
-    if isinstance(pattern, int):
-        pattern = [not pattern or index % pattern < pattern - 1 for index in range(layers)]
-    types = [SLIDING if window and slides else FULL for slides in pattern]
-    return window or None, types
-
-
 def _gemma(facts: Facts) -> Config:
     """Keys that Gemma 2 and 3 share."""
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
@@ -152,7 +141,7 @@ def _gemma(facts: Facts) -> Config:
 
 
 def _gemma2(facts: Facts) -> Config:
-    window, types = _windows(facts, 2, 4096)
+    window, types = windows(facts, 2, 4096)
     return {
         **_gemma(facts),
         "model_type": "gemma2",
@@ -164,7 +153,7 @@ def _gemma2(facts: Facts) -> Config:
 
 
 def _gemma3(facts: Facts) -> Config:
-    window, types = _windows(facts, 6)
+    window, types = windows(facts, 6)
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10000.0)}
     found = {"model_type": "gemma3_text", "sliding_window": window, "layer_types": types}
     return found | _gemma(facts) | {_LOCAL: local}
@@ -196,7 +185,7 @@ def _smollm3(facts: Facts) -> Config:
 
 def _olmo2(facts: Facts) -> Config:
     """OLMo 2, or OLMo 3 if there is a window."""
-    window, types = _windows(facts, 4)
+    window, types = windows(facts, 4)
     if window is None:
         return {"model_type": "olmo2"}
     theta = facts.number("rope.freq_base_swa", facts.number("rope.freq_base", 10000.0))
@@ -211,12 +200,8 @@ def _phi3(facts: Facts) -> Config:
     original = facts.get("rope.scaling.original_context_length", facts.get("context_length"))
     rope: Config = {
         "partial_rotary_factor": facts.get("rope.dimension_count", head_dim) / head_dim,
+        **long_rope(facts),
     }
-    short, long = (facts.vectors.get(f"rope_factors_{kind}") for kind in ("short", "long"))
-    scale = facts.number("rope.scaling.attn_factor", None)
-    if short and long:
-        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        rope |= {} if scale is None else {"attention_factor": scale}
     return {
         "model_type": "phi3",
         "original_max_position_embeddings": original,
@@ -226,13 +211,8 @@ def _phi3(facts: Facts) -> Config:
     }
 
 
-def _qwen3moe(facts: Facts) -> Config:
-    own = experts(facts, "num_experts", "moe_intermediate_size")
-    return {"model_type": "qwen3_moe", "norm_topk_prob": True, **own}  # llama.cpp's
-
-
 def _gpt_oss(facts: Facts) -> Config:
-    window, types = _windows(facts, 2)
+    window, types = windows(facts, 2)
     return {
         "model_type": "gpt_oss",
         "attention_bias": "blk.0.attn_q.bias" in facts.names,
@@ -245,10 +225,8 @@ def _gpt_oss(facts: Facts) -> Config:
 
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(read=_llama, orders=interleaved),
     "qwen2": Family(read=of_type("qwen2")),
     "qwen3": Family(read=of_type("qwen3")),
-    "qwen3moe": Family(read=_qwen3moe, has_experts=True),
     "gemma2": Family(read=_gemma2, names=_SANDWICH, norm_shift=1.0),
     "gemma3": Family(read=_gemma3, names=_SANDWICH, norm_shift=1.0),
     "gpt-oss": Family(
@@ -261,5 +239,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(read=_olmo2),
     "phi3": Family(read=_phi3, names={"ffn_up": "mlp.gate_up_proj"}, turns_in_part=True),
     "smollm3": Family(read=_smollm3, orders=interleaved),
+    **DENSE,
+    **MIXTURES,
     **HYBRIDS,
 }

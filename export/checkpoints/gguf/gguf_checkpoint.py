@@ -158,7 +158,9 @@ def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Hugging Face's shape, which differs for tensors of width 1."""
     if name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
         return (shape[0], 1, shape[1])
-    if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
+    if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")) and (
+        len(shape) == 1
+    ):
         return (1, *shape)
     is_vector = name.endswith((".A_log", ".D", "norm.weight"))
     return (math.prod(shape),) if is_vector else shape

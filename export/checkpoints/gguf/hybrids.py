@@ -38,7 +38,7 @@ def granite_factors(facts: Facts) -> Config:
     head_dim = facts.get("attention.key_length", hidden // heads)
     return {
         "num_key_value_heads": max(_kv_heads(facts)),
-        "attention_bias": any(name.endswith("attn_q.bias") for name in facts.names),
+        "attention_bias": facts.has("attn_q.bias"),
         "attention_multiplier": facts.number("attention.scale", 0.0) or head_dim**-0.5,
         "embedding_multiplier": facts.number("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": facts.number("residual_scale", 0.0) or 1.0,
@@ -61,10 +61,6 @@ def _kv_heads(facts: Facts) -> list[int]:
     """Key/value heads of each layer; 0 without attention."""
     found = facts.get("attention.head_count_kv", facts.get("attention.head_count"))
     return found if isinstance(found, list) else [found] * facts.get("block_count")
-
-
-def _has(facts: Facts, ending: str) -> bool:
-    return any(name.endswith(ending) for name in facts.names)
 
 
 def _delta_net(facts: Facts) -> Config:
@@ -121,8 +117,8 @@ def _mamba(facts: Facts) -> Config:
         "mamba_n_groups": facts.get("ssm.group_count"),
         "mamba_d_state": facts.get("ssm.state_size"),
         "mamba_d_conv": facts.get("ssm.conv_kernel"),
-        "mamba_conv_bias": _has(facts, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _has(facts, "ssm_in.bias"),
+        "mamba_conv_bias": facts.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": facts.has("ssm_in.bias"),
     }
 
 
@@ -156,7 +152,7 @@ def _falcon_h1(facts: Facts) -> Config:
     return {
         "model_type": "falcon_h1",
         "mamba_d_ssm": facts.get("ssm.inner_size"),
-        "mamba_rms_norm": _has(facts, "ssm_norm.weight"),
+        "mamba_rms_norm": facts.has("ssm_norm.weight"),
         "mamba_norm_before_gate": False,  # llama.cpp's
         **_mamba(facts),
     }
@@ -174,7 +170,7 @@ def _nemotron_h(facts: Facts) -> Config:
         "num_key_value_heads": max(_kv_heads(facts)),
         "layers_block_type": [_kind(facts, at) for at in range(layers)],
         "intermediate_size": max(widths) if isinstance(widths, list) else widths,
-        "layer_norm_epsilon": float(f"{facts.get('attention.layer_norm_rms_epsilon'):.6g}"),
+        "layer_norm_epsilon": facts.epsilon(),
         "rms_norm_eps": None,
         "rope_parameters": None,
         "mamba_num_heads": heads,
@@ -182,9 +178,9 @@ def _nemotron_h(facts: Facts) -> Config:
         "n_groups": facts.get("ssm.group_count"),
         "ssm_state_size": facts.get("ssm.state_size"),
         "conv_kernel": facts.get("ssm.conv_kernel"),
-        "use_conv_bias": _has(facts, "ssm_conv1d.bias"),
-        "use_bias": _has(facts, "ssm_in.bias"),
-        "mlp_bias": _has(facts, "ffn_up.bias"),
+        "use_conv_bias": facts.has("ssm_conv1d.bias"),
+        "use_bias": facts.has("ssm_in.bias"),
+        "mlp_bias": facts.has("ffn_up.bias"),
     }
     return found | (_nemotron_experts(facts) if facts.family.has_experts else {})
 
@@ -218,7 +214,7 @@ def _lfm2(facts: Facts) -> Config:
         "num_key_value_heads": max(counts),
         "layer_types": [FULL if count else CONV for count in counts],
         "conv_L_cache": facts.get("shortconv.l_cache"),
-        "norm_eps": float(f"{facts.get('attention.layer_norm_rms_epsilon'):.6g}"),
+        "norm_eps": facts.epsilon(),
         "rms_norm_eps": None,
         "block_auto_adjust_ff_dim": False,
     }
@@ -234,7 +230,7 @@ def _lfm2moe(facts: Facts) -> Config:
         "model_type": "lfm2_moe",
         "num_dense_layers": facts.get("leading_dense_block_count", 0),
         "norm_topk_prob": True,  # llama.cpp's
-        "use_expert_bias": _has(facts, "exp_probs_b.bias"),
+        "use_expert_bias": facts.has("exp_probs_b.bias"),
     }
 
 
@@ -250,19 +246,21 @@ def _modules(prefix: str) -> dict[str, str]:
     return {name: f"{prefix}.{theirs}" for name, theirs in own.items()}
 
 
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
 _DELTA_NET = {
     **_modules("linear_attn"),
+    **SHARED_EXPERT,
     "ssm_in": "linear_attn.in_proj_qkvz",
     "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_alpha": "linear_attn.in_proj_a",
     "ssm_beta": "linear_attn.in_proj_b",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
 }
-_GRANITE = {
-    **_modules("mamba"),
+GRANITE_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.router.layer",
     **{
         f"ffn_{part}_exps": f"block_sparse_moe.experts.{part}_proj"
@@ -276,6 +274,7 @@ _GRANITE = {
     "ffn_down": "shared_mlp.output_linear",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
+_GRANITE = {**_modules("mamba"), **GRANITE_EXPERTS}
 _FALCON_H1 = {
     **_modules("mamba"),
     "output_norm": "model.final_layernorm",

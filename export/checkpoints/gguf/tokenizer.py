@@ -25,6 +25,7 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_SEED = _QWEN2.replace(r"]+[\r\n]*|", r"]+|")  # line feeds do not belong to marks before them
 # Marks belong to words.
 _MARKED = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _NOT_MARKED = _REST.replace(r"\p{L}", r"\p{L}\p{M}")
@@ -44,14 +45,23 @@ _PATTERNS = {
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
+    "seed-coder": _SEED,
 }
-# llama.cpp's default, one after the other.
-_DEFAULT = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
+# Patterns that apply one after the other.
+_SEQUENCES = {
+    "default": (  # llama.cpp's
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        r"[0-9][0-9][0-9]",
+    ),
+    "hunyuan-dense": (
+        r"\p{N}{1,3}",
+        "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
 _WHOLE_FIRST = (*_LLAMAS, "tekken")
 _PLAIN = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion",
           "granite-docling")  # fmt: skip
@@ -208,8 +218,9 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if kind in _PLAIN:
         tokenizer.pre_tokenizer = plain
-    elif kind == "default":
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _DEFAULT]
+    elif kind in _SEQUENCES:
+        patterns = _SEQUENCES[kind]
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, whole])
     elif kind in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
@@ -221,7 +232,7 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
         raise UnsupportedModelError(
             f"GGUF pre-tokenizer {kind!r} is not supported",
             hint="supported: "
-            + ", ".join(sorted((*_PLAIN, "default", *_SINGLE_DIGITS, *_PATTERNS))),
+            + ", ".join(sorted((*_PLAIN, *_SEQUENCES, *_SINGLE_DIGITS, *_PATTERNS))),
         )
     if kind in _NFC:
         tokenizer.normalizer = normalizers.NFC()

@@ -117,7 +117,7 @@ def test_verify_names_what_joins_a_split(command_here, split, tmp_path):
     ("case", "extra", "message"),
     [
         ("llama", {"rope__dimension_count": 8}, "llama.rope.dimension_count = 8, heads have 16"),
-        ("llama", {"expert_count": 4}, "llama.expert_count = 4 is unsupported"),
+        ("qwen3", {"expert_count": 4}, "qwen3.expert_count = 4 is unsupported"),
         ("llama", {"attention__clamp_kqv": 8.0}, "does not understand: llama.attention.clamp_kqv"),
         ("qwen3", {"attention__value_length": 8}, "qwen3.attention.value_length = 8"),
         ("granite", {"rope__scaling__finetuned": False}, "without rope"),
@@ -306,6 +306,8 @@ CUTS = {
     "qwen2": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
     "falcon-h1": (_THREE, " | two|\n\n\n|new|\tone|  ", _SLASHES, _LETTERS),
     "qwen35": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "seed-coder": (f"it|'s| I|'LL|{_DIGITS}", _LINES, _SLASHES, _LETTERS),
+    "hunyuan-dense": (_THREE, _LINES, _SLASHES, "naïve| É| |日本|!?"),
     "gpt-4o": ("it's| I'LL| |123|45| x|2", _LINES, "camel|Case| //|a|/b|=|1", _LETTERS),
     "tekken": (f"it|'s| I|'LL|{_DIGITS}", " | two|\n\n\n|new|\tone|  ",
                "camel|Case| //|a|/b|=|1", _LETTERS),

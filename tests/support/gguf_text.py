@@ -1,0 +1,298 @@
+"""Keys and tensors that llama.cpp's converters write for tiny models without recurrent layers.
+
+Sources: llama.cpp's `conversion/*.py` (base, llama, mistral3, glm, exaone, ernie, hunyuan,
+command_r, starcoder, olmo, minicpm, qwen, granite).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from gguf_mamba import Facts, Tensors, granite_facts, permuted
+
+from edgellm.export import models
+
+_S, _F = "sliding_attention", "full_attention"
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.0 + i for i in range(8)],
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 16.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def _tiny(kind: str, **changes: object) -> Facts:
+    return {**models.find(kind).TINY, **changes}
+
+
+# llama.cpp's name of the architecture, and a config that a file can express.
+TEXTS: dict[str, tuple[str, Facts]] = {
+    "mistral3": ("mistral3", _tiny("ministral3")),
+    "mistral3_small": ("mistral3", _tiny("mistral", head_dim=32, sliding_window=None)),
+    "glm4": ("glm4", _tiny("glm4", attention_bias=True)),
+    "exaone4": (
+        "exaone4",
+        _tiny("exaone4", layer_types=[_S, _S, _F], sliding_window_pattern=None),
+    ),
+    "exaone4_without_window": (
+        "exaone4",
+        _tiny("exaone4", sliding_window=None, sliding_window_pattern=None, layer_types=[_F] * 3),
+    ),
+    "ernie4_5": ("ernie4_5", _tiny("ernie4_5")),
+    "ernie4_5-moe": (
+        "ernie4_5-moe",
+        _tiny("ernie4_5_moe", intermediate_size=192, num_key_value_heads=2),
+    ),
+    "hunyuan-dense": (
+        "hunyuan-dense",
+        _tiny("hunyuan_v1_dense", max_position_embeddings=32 * 1024),
+    ),
+    "cohere2": (
+        "cohere2",
+        _tiny("cohere2", num_hidden_layers=5, layer_types=[_S, _S, _S, _F, _S]),
+    ),
+    "starcoder2": ("starcoder2", _tiny("starcoder2", sliding_window=None)),
+    "seed_oss": ("seed_oss", _tiny("seed_oss")),
+    "arcee": ("arcee", _tiny("arcee", rope_parameters=_YARN)),
+    "minicpm3": (
+        "minicpm3",
+        _tiny(
+            "minicpm3",
+            scale_emb=12,
+            scale_depth=1.4,
+            dim_model_base=256,
+            v_head_dim=16,
+            rope_parameters=_LONG,
+            max_position_embeddings=512,
+        ),
+    ),
+    "qwen2moe": ("qwen2moe", _tiny("qwen2_moe", mlp_only_layers=[])),
+    "olmoe": ("olmoe", _tiny("olmoe", num_key_value_heads=6, clip_qkv=None, rms_norm_eps=1e-5)),
+    "granitemoe": ("granitemoe", _tiny("granitemoe")),
+    "granitemoe_shared": (
+        "granitemoe",
+        _tiny("granitemoehybrid", layer_types=["attention"] * 3, position_embedding_type="rope"),
+    ),
+    "mixtral": ("llama", _tiny("mixtral", sliding_window=None)),
+}
+
+
+def _rope(config: Facts) -> Facts:
+    rope = config.get("rope_parameters") or {}
+    kind, found = rope.get("rope_type"), {}
+    if kind in ("linear", "yarn"):
+        found = {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
+    if kind == "longrope" and config["model_type"] != "minicpm3":  # whose converter is older
+        found = {"rope.scaling.type": kind}
+    if kind == "yarn":
+        original = "original_max_position_embeddings"
+        found["rope.scaling.original_context_length"] = rope[original]
+        keys = {
+            "attn_factor": "attention_factor",
+            "beta_fast": "beta_fast",
+            "beta_slow": "beta_slow",
+        }
+        for key, theirs in keys.items():
+            if rope.get(theirs) is not None:
+                found[f"rope.scaling.yarn_{key}"] = rope[theirs]
+    return found
+
+
+def _plain(config: Facts) -> Facts:
+    return _rope(config)
+
+
+def _llama(config: Facts) -> Facts:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {**_rope(config), "vocab_size": config["vocab_size"], "rope.dimension_count": head_dim}
+
+
+def _mistral3(config: Facts) -> Facts:
+    if config["model_type"] != "ministral3":
+        return _llama(config)
+    rope = config["rope_parameters"]
+    return {
+        **_llama(config),
+        "rope.scaling.yarn_log_multiplier": rope["mscale_all_dim"],
+        "attention.temperature_scale": rope["llama_4_scaling_beta"],
+    }
+
+
+def _glm4(config: Facts) -> Facts:
+    turning = config["rope_parameters"]["partial_rotary_factor"]
+    return {**_rope(config), "rope.dimension_count": int(config["head_dim"] * turning)}
+
+
+def _exaone4(config: Facts) -> Facts:
+    found = {**_rope(config), "vocab_size": config["vocab_size"]}
+    if (window := config["sliding_window"]) is not None:
+        found["attention.sliding_window"] = window
+        found["attention.sliding_window_pattern"] = [kind == _S for kind in config["layer_types"]]
+    return found
+
+
+def _ernie(config: Facts) -> Facts:
+    return {
+        **_rope(config),
+        "expert_count": config["moe_num_experts"],
+        "expert_used_count": config["moe_k"],
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["moe_num_shared_experts"],
+        "expert_shared_feed_forward_length": config["intermediate_size"]
+        // config["num_key_value_heads"],
+    }
+
+
+def _hunyuan(config: Facts) -> Facts:
+    rope, dim = config["rope_parameters"], config["head_dim"]
+    return {
+        "rope.freq_base": rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2)),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 256 * 1024,
+        "context_length": 256 * 1024,
+    }
+
+
+def _cohere2(config: Facts) -> Facts:
+    return {
+        "attention.layer_norm_epsilon": config["layer_norm_eps"],
+        "attention.layer_norm_rms_epsilon": None,
+        "logit_scale": config["logit_scale"],
+        "attention.sliding_window": config["sliding_window"],
+        "vocab_size": config["vocab_size"],
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.type": "none",
+    }
+
+
+def _starcoder2(config: Facts) -> Facts:
+    return {
+        **_rope(config),
+        "attention.layer_norm_epsilon": config["norm_epsilon"],
+        "attention.layer_norm_rms_epsilon": None,
+    }
+
+
+def _minicpm3(config: Facts) -> Facts:
+    rotary_dim = config["qk_rope_head_dim"]
+    return {
+        "vocab_size": config["vocab_size"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": config["kv_lora_rank"],
+        "attention.key_length": config["qk_nope_head_dim"] + rotary_dim,
+        "attention.value_length": None,
+        "rope.dimension_count": rotary_dim,
+        "rope.freq_base": None,
+    }
+
+
+def _qwen2moe(config: Facts) -> Facts:
+    return {
+        **_rope(config),
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+    }
+
+
+def _granitemoe(config: Facts) -> Facts:
+    if config["model_type"] == "granitemoehybrid":  # whose converter writes sizes of Mamba, too
+        return {**granite_facts(config), "expert_count": config["num_local_experts"]}
+    return {
+        **_llama(config),
+        "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"],
+        "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"],
+    }
+
+
+FACTS: dict[str, Callable[[Facts], Facts]] = {
+    "mistral3": _mistral3,
+    "glm4": _glm4,
+    "exaone4": _exaone4,
+    "ernie4_5": _plain,
+    "ernie4_5-moe": _ernie,
+    "hunyuan-dense": _hunyuan,
+    "cohere2": _cohere2,
+    "starcoder2": _starcoder2,
+    "seed_oss": _plain,
+    "arcee": _llama,
+    "minicpm3": _minicpm3,
+    "qwen2moe": _qwen2moe,
+    "olmoe": _plain,
+    "granitemoe": _granitemoe,
+    "llama": _llama,
+}
+
+
+def _kept(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    del config
+    yield name, array
+
+
+def _turned(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    yield name, permuted(name, array, config)
+
+
+def _granite(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    if not name.endswith("input_linear.weight"):
+        yield name, permuted(name, array, config)
+        return
+    kind = "shexp" if "shared_mlp" in name else "exps"
+    for part, half in zip(("gate", "up"), np.split(array, 2, axis=-2), strict=True):
+        yield f"blk.{name.split('.')[2]}.ffn_{part}_{kind}.weight", half
+
+
+def _mixtral(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    if ".experts." in name:
+        name = name.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+    yield name, permuted(name, array, config)
+
+
+def llama3_factors(config: Facts) -> np.ndarray:
+    """`rope_freqs`: what divides each frequency, by the rule of Llama 3.1."""
+    rope = config["rope_parameters"]
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    found = []
+    for index in range(0, dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / dim)
+        smooth = (original / wavelength - low) / (high - low)
+        found.append(1 / ((1 - smooth) / factor + smooth) if 0 <= smooth <= 1 else 0.0)
+        if smooth > 1:
+            found[-1] = 1.0
+        elif smooth < 0:
+            found[-1] = factor
+    return np.array(found, np.float32)
+
+
+def rope_tensors(config: Facts) -> Tensors:
+    """Tensors of the RoPE that no checkpoint has."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", llama3_factors(config)
+    for kind in ("short", "long"):
+        if f"{kind}_factor" in rope:
+            yield f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32)
+
+
+CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
+    **dict.fromkeys(FACTS, _kept),
+    "mistral3": _turned,
+    "arcee": _turned,
+    "granitemoe": _granite,
+    "llama": _mixtral,
+}
