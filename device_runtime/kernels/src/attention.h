@@ -89,6 +89,12 @@ void add_slots(const Query* queries, int all, const Slots<Isa, E>& values, int64
   }
 }
 
+// The first key in the window of a row.
+int64_t first_key(const Attention& a, int64_t row) {
+  if (a.rules.is_bidirectional) return a.first_around(row);
+  return a.rules.window ? most(0, a.scratch.seen[2 * row] - a.rules.window) : 0;
+}
+
 // One chunk of keys for `rows` rows from `row` on, `group` heads of each from `head` on.
 // What all rows see alike is read once.
 template <class Isa>
@@ -115,7 +121,7 @@ struct Tile {
       Query& q = queries[i];
       const int64_t end = a.scratch.seen[2 * q.row];
       q.straight = a.scratch.seen[2 * q.row + 1];
-      q.first = most(base, a.rules.window ? most(0, end - a.rules.window) : 0);
+      q.first = most(base, first_key(a, q.row));
       q.end = most(q.first, least(end, base + kChunk));
       q.top = kNothing;
       q.total = 0;
@@ -192,10 +198,6 @@ void finish_sum(const Attention& a, int64_t row, int64_t head, const float* sum)
   float* y = a.y + (row * a.shape.heads + head) * a.shape.head_dim;
   const float factor = sum[1] > 0 ? (a.cache.type == CacheType::kInt8 ? a.cache.v_scale : 1) / sum[1] : 0;
   for (int64_t d = 0; d < a.shape.head_dim; d++) y[d] = sum[kStrip + d] * factor;
-}
-
-int64_t first_key(const Attention& a, int64_t row) {
-  return a.rules.window ? most(0, a.scratch.seen[2 * row] - a.rules.window) : 0;
 }
 
 // Calls function(row, rows, head, heads) for the tiles of some rows and the heads of one key head.

@@ -129,7 +129,7 @@ struct CachedAttention {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat, kCache, kCache};
   static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 1;
 
-  int64_t heads, kv_heads, window, is_interleaved;
+  int64_t heads, kv_heads, window, is_interleaved, is_bidirectional;
   float scale, softcap, epsilon;
 
   explicit CachedAttention(const OrtKernelInfo* info)
@@ -137,6 +137,7 @@ struct CachedAttention {
         kv_heads(ort::int_attribute(info, "kv_num_heads", 0)),
         window(ort::int_attribute(info, "local_window_size", 0)),
         is_interleaved(ort::int_attribute(info, "rotary_interleaved", 0)),
+        is_bidirectional(ort::int_attribute(info, "bidirectional", 0)),
         scale(ort::float_attribute(info, "scale", 0)),
         softcap(ort::float_attribute(info, "softcap", 0)),
         epsilon(ort::float_attribute(info, "epsilon", 1e-6f)) {
@@ -225,7 +226,7 @@ struct CachedAttention {
   void read_rules(const Tensor* in, Attention& a) const {
     Attention::Inputs& inputs = a.inputs;
     a.rules = {window, scale > 0 ? scale : 1 / std::sqrt(float(a.shape.head_dim)), softcap, epsilon,
-               is_interleaved != 0};
+               is_interleaved != 0, is_bidirectional != 0};
     const Tensor &cos = in[kCos], &sin = in[kSin], &positions = in[kPositions];
     if (cos || sin) {
       require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.shape.head_dim,
@@ -272,6 +273,7 @@ struct CachedAttention {
       require(shape.write_index >= 0 && shape.write_index <= tables.last() * a.cache.page_rows - shape.rows,
               "CachedAttention: the new rows do not fit into the pages");
       const bool is_causal = shape.mask_columns == 0;
+      require(is_causal || !is_bidirectional, "CachedAttention: bidirectional attention takes no mask");
       require(is_causal || (shape.mask_columns >= shape.rows && shape.mask_columns <= a.end_slot()),
               "CachedAttention: a mask is not of the last slots of its sequence");
       const int64_t size = shape.rows * shape.mask_columns;

@@ -142,6 +142,7 @@ struct Attention {
     int64_t window;  // 0: all
     float scale, softcap, epsilon;
     bool is_interleaved;  // RoPE
+    bool is_bidirectional;  // rows attend to later ones, in a window of both sides; without a mask
   } rules;
   // Slots are logical indices: slot s is in block pages[s / page_rows]. Blocks before all windows are not read.
   struct Cache {
@@ -173,8 +174,18 @@ struct Attention {
     const int64_t page = cache.pages[slot / cache.page_rows];
     return ((page * shape.kv_heads + kv_head) * cache.page_rows + slot % cache.page_rows) * shape.head_dim;
   }
+  // The first slot in the window of both sides of a row, and the slot after the last.
+  int64_t first_around(int64_t row) const {
+    const int64_t own = shape.write_index + row;
+    return rules.window && own + 1 > rules.window ? own + 1 - rules.window : 0;
+  }
+  int64_t end_around(int64_t row) const {
+    const int64_t end = shape.write_index + row + rules.window;
+    return rules.window && end < end_slot() ? end : end_slot();
+  }
   // The first slot to which a row can attend.
   int64_t first_slot() const {
+    if (rules.is_bidirectional) return first_around(0);
     const int64_t least_end = inputs.mask ? end_slot() - shape.mask_columns : shape.write_index + 1;
     return rules.window && least_end > rules.window ? least_end - rules.window : 0;
   }

@@ -89,6 +89,10 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
 
 void list_seen(const Attention& a, int64_t row) {
   int32_t* seen = a.scratch.seen + 2 * row;
+  if (a.rules.is_bidirectional) {
+    seen[0] = seen[1] = int32_t(a.end_around(row));
+    return;
+  }
   if (!a.inputs.mask) {
     seen[0] = seen[1] = int32_t(a.shape.write_index + row + 1);
     return;

@@ -99,6 +99,25 @@ def test_against_float64_and_the_reference(shape, rng):
                     assert same_bits(y, reference), (name, is_split, options)
 
 
+@pytest.mark.parametrize("window", [0, 1, 7, 200])
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 2, 2, 16, 0)], ids=str)
+def test_tokens_of_an_encoder_attend_to_later_ones(shape, window, rng):
+    count, heads, kv_heads, dim, write_index = shape
+    given = new_rows(rng, count, heads, kv_heads, dim, write_index)
+    slots = np.arange(write_index + count)
+    mask = np.ones((count, len(slots)), np.bool_)
+    if window:
+        mask = np.abs(slots - slots[write_index:, None]) < window
+    rows = given.copy()
+    reference = attention("scalar", rows, window=window, bidirectional=True)
+    assert close(reference, exact(rows, mask))
+    for name in FAST:
+        for is_split in (True, False):
+            options = {"window": window, "bidirectional": True, "is_split": is_split}
+            y = attention(name, given.copy(), **options)
+            assert same_bits(y, reference), (name, is_split)
+
+
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", [np.float16, np.int8])
 @pytest.mark.parametrize("dim", [24, 64])
