@@ -87,13 +87,14 @@ def draft_plan(plan: Plan) -> Plan:
 
 
 def _plan(bundle: Bundle, recipe: Recipe, backend: str, context: int, batch: int) -> Plan:
+    drafts_nothing = recipe.draft == "none" or bool(bundle.pooling)
     return Plan(
         max_input_len=context,
         kv_capacity=context,
         max_batch_size=batch,
         quantize=recipe.quantize or "none",
-        is_eagle_base=bool(bundle.hidden_taps),
-        max_verify_tree_size=0 if recipe.draft == "none" else min(_TREE, context - 1),
+        is_eagle_base=bool(bundle.hidden_taps) and not bundle.pooling,
+        max_verify_tree_size=0 if drafts_nothing else min(_TREE, context - 1),
         options=backends.options_of(backend, {}),
     )
 

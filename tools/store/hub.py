@@ -28,6 +28,8 @@ _PRECISION = re.compile(
     r"[-._]((?:UD-)?(?:I?Q\d\w*|B?F16|F32|MXFP4\w*))(?:-(\d{5})-of-\d{5})?\.gguf", re.IGNORECASE
 )
 _PREFERRED = ("Q4_K_M", "Q4_0", "Q4_K_S", "Q5_K_M", "Q8_0")  # of a repository's GGUF files
+_MODULES = "modules.json"  # of sentence-transformers
+_MODULE_FILE = re.compile(r"\d+_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)")
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _CACHE_VARIABLES = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME")
 _NETWORK = ("httpx", "httpx2", "httpcore", "requests", "urllib3")  # packages whose errors these are
@@ -116,7 +118,8 @@ def choose(reference: str, names: Collection[str], precision: str) -> list[str]:
     weights = [name for name in weights if not name.startswith("consolidated")]
     weights = weights or [name for name in top if re.fullmatch(r"pytorch_model.*\.bin", name)]
     if weights and not precision:
-        return [*weights, *(name for name in top if name.endswith(_TEXTS))]
+        texts = [name for name in top if name.endswith(_TEXTS)]
+        return [*weights, *texts, *_modules(names)]
     wanted = (precision.upper(),) if precision else (*_PREFERRED, *sorted(ggufs))
     for each in wanted:
         if each in ggufs:
@@ -130,6 +133,19 @@ def choose(reference: str, names: Collection[str], precision: str) -> list[str]:
         f"{reference}: the repository has no {'GGUF file' if precision else 'weights'}",
         hint="give a repository with *.safetensors or *.gguf",
     )
+
+
+def _modules(names: Collection[str]) -> list[str]:
+    """Files of the modules of a sentence-transformers repository; of two formats safetensors."""
+    if _MODULES not in names:
+        return []
+    found = {name for name in names if _MODULE_FILE.fullmatch(name)}
+    doubled = {
+        name.replace("/model.safetensors", "/pytorch_model.bin")
+        for name in found
+        if name.endswith(".safetensors")
+    }
+    return sorted(found - doubled)
 
 
 def _cache() -> Path:

@@ -65,6 +65,11 @@ def edgellm(command_here, hub, tmp_path, monkeypatch):
         (["q/m-Q4_K_M-00001-of-00002.gguf", "q/m-Q4_K_M-00002-of-00002.gguf"], "Q4_K_M",
          ["q/m-Q4_K_M-00001-of-00002.gguf", "q/m-Q4_K_M-00002-of-00002.gguf"]),
         (["m-UD-Q4_K_XL.gguf", "m-BF16.gguf"], "UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
+        (["model.safetensors", "modules.json", "1_Pooling/config.json", "2_Dense/config.json",
+          "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "onnx/model.onnx"], "",
+         ["model.safetensors", "modules.json", "1_Pooling/config.json", "2_Dense/config.json",
+          "2_Dense/model.safetensors"]),
+        (["model.safetensors", "1_Pooling/config.json"], "", ["model.safetensors"]),
     ],
 )  # fmt: skip
 def test_the_files_of_a_repository_that_are_fetched(names, precision, chosen):
