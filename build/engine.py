@@ -25,6 +25,7 @@ from edgellm.core.checksums import remember
 from edgellm.core.commands.output_folder import OutputKey
 from edgellm.core.commands.progress import Report, part_of
 from edgellm.core.manifest import ESTIMATED, MANIFEST_NAME, Bundle, Engine, with_kv_dtype
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners.pass_timing import estimated_sizes
 
@@ -148,10 +149,17 @@ def _manifest(
         hidden_taps=bundle.hidden_taps,
         pooling=bundle.pooling,
         generation_defaults=bundle.generation_defaults,
-        prefill_rows=compiled.prefill_rows,
+        prefill_rows=_prefill_rows(compiled.prefill_rows, bundle, plan),
         cost_ms=compiled.cost_ms,
     )
     return dataclasses.replace(built, **kind.limits(bundle, plan))
+
+
+def _prefill_rows(fastest: int, bundle: Bundle, plan: Plan) -> int:
+    """Chunk size of prefill: the fastest, or larger for images that one pass must hold."""
+    if not isinstance(bundle.spec, DecoderSpec):
+        return fastest
+    return max(fastest, min(bundle.spec.min_chunk, plan.max_input_len))
 
 
 def _provenance(source: Path, of_bundle: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ ROWS, CAPACITY, HEAD_ROWS, IMAGE_ROWS = "rows", "kv_capacity", "head_rows", "ima
 INPUT_IDS = "input_ids"  # int64 [1, S]
 POSITION_IDS = "position_ids"  # int64 [A, S], A axes; depth positions for tree nodes
 WRITE_INDEX = "write_index"  # int64 [1]; rows already in the KV cache
-TREE_MASK = "tree_mask"  # bool [S, S]; new token i attends to new token j; a draft's is [S, M],
+TREE_MASK = "tree_mask"  # bool [S, S]; new token i attends to new token j, also to later tokens of
+# the same image if `ImageSpec.bidirectional_tokens` is positive; a draft's is [S, M],
 # M >= S, for the last M positions: each pass adds tokens that attend to some of the earlier ones
 LOGITS_INDEX = "logits_index"  # int64 [R]; the rows that get logits
 LOGITS = "logits"  # float32 [1, R, V]

@@ -56,13 +56,15 @@ class KVCacheSpec:
         return sum(map(self.layer_bytes, range(self.num_layers)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
     """Images of a decoder: token ids from `vocab_size` on are rows of IMAGE_EMBEDS."""
 
     model_type: str  # of the vision-language model whose encoder computes the rows
     token_id: int  # the placeholder that a processor repeats for every row of an image
     num_deepstack: int = 0  # L of DEEPSTACK_EMBEDS
+    # Maximum consecutive image tokens, which all attend to each other; 0: attention is causal.
+    bidirectional_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,11 @@ class DecoderSpec:
         """Whether each attention layer has its own KV cache, all of the same shape."""
         is_shared = self.recurrent is None and self.num_layers > self.kv.num_layers
         return not self.kv.heads and not is_shared
+
+    @property
+    def min_chunk(self) -> int:
+        """Tokens that a prefill chunk must hold at least: those of an image, if not causal."""
+        return 1 if self.images is None else max(self.images.bidirectional_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

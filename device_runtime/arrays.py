@@ -25,6 +25,9 @@ class ImageRows:
     # [3, S]: M-RoPE positions of the prompt; later ones follow the largest. None: as in text.
     positions: I64 | None = None
     keys: Mapping[int, RowKey]  # by token id V + n
+    # Of the prompt: first and after the last of image tokens that attend to each other, so that
+    # one pass has all of them.
+    spans: tuple[tuple[int, int], ...] = ()
 
     def between(self, begin: int, end: int) -> ImageRows:
         """Embeddings [begin, end) only, without positions and keys."""

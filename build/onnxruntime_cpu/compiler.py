@@ -154,7 +154,7 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     for layer in range(spec.num_layers):
         _require_head_dim(spec.heads_of(layer)[1], is_own=is_own)
     if is_own:
-        spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan))
+        spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan, bundle.decoder))
     if role != DECODER:
         return dataclasses.replace(spec, dtype="float32")
     precision = variants_of(role, model, bundle, plan)[0].precision

@@ -38,7 +38,8 @@ def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
         return [Pass(role, 1, {})]
     if rows is not Rows.TEXT:
         return draft_passes(plan)
-    passes, places = base_passes(plan), Places.of(plan)
+    is_causal = bundle.decoder.min_chunk == 1
+    passes, places = base_passes(plan, is_causal=is_causal), Places.of(plan)
     return passes if places is None else [*_with_adapters(passes, places)]
 
 
@@ -52,14 +53,18 @@ def _with_adapters(passes: Sequence[Pass], places: Places) -> Iterator[Pass]:
             yield Pass(f"{one.name}{suffix}", one.max_rows, {**one.ranges, **columns})
 
 
-def base_passes(plan: Plan) -> list[Pass]:
+def base_passes(plan: Plan, *, is_causal: bool = True) -> list[Pass]:
     """Passes for decoding a token, verifying a tree, prefill.
 
     A single token has its own profile, since attention then reads the cache in place.
+
+    Args:
+        plan: of the engine.
+        is_causal: whether no chunk of a prompt has a mask.
     """
     prompt, tree = plan.max_input_len, plan.max_verify_tree_size
     if plan.max_batch_size > 1:
-        return _shared_passes(plan, tree)
+        return _shared_passes(plan, tree, tree if is_causal else max(tree, prompt))
     passes, has_prefill = [_base_pass("decode", _ONE, _ONE, _ONE)], prompt > max(tree, 1)
     if tree > 1:
         images = _ONE if has_prefill else (1, prompt)
@@ -69,18 +74,16 @@ def base_passes(plan: Plan) -> list[Pass]:
     return passes
 
 
-def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
+def _shared_passes(plan: Plan, tree: int, columns: int) -> list[Pass]:
     """Those of several sequences: a token, tokens or trees, with prompts.
 
-    Of a mask as many columns are there as the largest tree has rows; pieces of prompts have image
-    rows wherever tokens stand.
+    A mask has at most `columns` columns; pieces of prompts have image rows wherever tokens stand.
     """
     maximum = shared_rows(tree, plan.max_batch_size)
     sizes = {"decode": 1, "tokens": plan.max_batch_size}
     if plan.max_batch_size == maximum:
         del sizes["tokens"]
     sizes |= {"together": maximum, "prefill": plan.max_input_len + maximum}
-    columns = {"mask_columns": (1, max(tree, 1))}
     return [
         Pass(
             name,
@@ -89,7 +92,7 @@ def _shared_passes(plan: Plan, tree: int) -> list[Pass]:
                 "rows": (1, rows),
                 "image_rows": (1, rows),
                 "head_rows": (1, min(rows, maximum)),
-                **columns,
+                "mask_columns": (1, max(columns, 1)),
             },
         )
         for name, rows in sizes.items()
@@ -105,7 +108,7 @@ def draft_passes(plan: Plan) -> list[Pass]:
     """Passes for growing a tree, which also commits accepted tokens, and prefill."""
     prompt, tree = plan.max_input_len, plan.max_draft_tree_size
     if plan.max_batch_size > 1:
-        return _shared_passes(plan, tree)
+        return _shared_passes(plan, tree, tree)
     step = {"rows": (1, tree), "mask_columns": (1, tree), "head_rows": (1, tree)}
     images = _ONE if prompt > tree else (1, prompt)
     passes = [Pass("step", tree, {**step, "image_rows": images})]

@@ -21,6 +21,7 @@ from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.arrays import (
     F32,
+    I64,
     ImageRows,
 )
 from edgellm.device_runtime.engine.prompt import Prompt
@@ -86,6 +87,7 @@ class ImageReader:
             self.processor = processors.load(folder)
             self._network = open_encoder(folder, manifest)
         self._decoder, self._token_id = decoder, decoder.images.token_id
+        self._is_bidirectional = decoder.images.bidirectional_tokens > 0
         self._kept: OrderedDict[str, EncodedImages] = OrderedDict()
         self._room = cache_bytes
 
@@ -245,8 +247,15 @@ class ImageReader:
             deepstack=np.concatenate([one.deepstack for one in seen], axis=1),
             positions=positions,
             keys=dict(enumerate(keys, self._decoder.vocab_size)),
+            spans=_runs(places) if self._is_bidirectional else (),
         )
         return Prompt(ids.tolist(), rows)
+
+
+def _runs(places: I64) -> tuple[tuple[int, int], ...]:
+    """First and after the last of each run of consecutive numbers, ascending."""
+    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
 
 
 def open_images(folder: Path, base: Engine, *, verify: bool | None) -> ImageReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from edgellm.core.errors import PromptLengthError, RequestError
@@ -24,6 +25,15 @@ class Prompt:
     adapter: LoadedAdapter | None = None  # None: the base alone
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """See `ImageRows`."""
+        return () if self.images is None else self.images.spans
+
+    def chunk_end(self, begin: int, max_rows: int) -> int:
+        """End of a prefill chunk from `begin`: not inside a span, whose length may be more rows."""
+        return whole_end(self.spans, begin, min(begin + max_rows, len(self.token_ids)))
+
+    @property
     def keys(self) -> list[RowKey]:
         """Prefix cache keys; equal token ids may be tokens of different images."""
         return self.keys_of(self.token_ids)
@@ -32,6 +42,15 @@ class Prompt:
         """Keys of a text with this prompt as its prefix."""
         images = self.images.keys if self.images is not None else {}
         return marked(row_keys(token_ids, images), self.adapter)
+
+
+def whole_end(spans: Iterable[tuple[int, int]], begin: int, end: int) -> int:
+    """End of a chunk [begin, end), moved out of a span: before it, or after one at `begin`."""
+    inside = [(first, last) for first, last in spans if first < end < last]
+    if not inside:
+        return end
+    first, last = inside[0]
+    return first if first > begin else last
 
 
 _LONG = 64  # characters for each token of the longest prompt; longer texts are checked first

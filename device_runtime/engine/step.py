@@ -29,6 +29,7 @@ from edgellm.device_runtime.engine.profile import (
     PREFILL,
     VERIFY,
 )
+from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence, Step
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, PassResult, SequencePart
 from edgellm.device_runtime.networks.sequence_kv import SequenceKV
@@ -191,21 +192,20 @@ def _prefill(sequence: Sequence, max_rows: int) -> _PassInput:
     if drafter is not None and is_first:
         drafter.begin(prompt[: begin + 1])
         drafter.remember(list(prompt))
-    chunk, row = _chunk(prompt, begin, max_rows)
+    chunk, row = _chunk(prompt, begin, sequence.prompt.chunk_end(begin, max_rows))
     return _PassInput(
         sequence, _sequence_part(sequence, chunk, row), PREFILL, continues=not is_first
     )
 
 
-def _chunk(token_ids: list[int], begin: int, max_rows: int) -> tuple[I64, I64]:
+def _chunk(token_ids: list[int], begin: int, end: int) -> tuple[I64, I64]:
     """A chunk of a prompt, and its positions that need logits: the prompt's last."""
-    chunk = np.asarray(token_ids[begin : begin + max_rows], np.int64)
-    is_last = begin + len(chunk) == len(token_ids)
-    return chunk, np.array([len(chunk) - 1]) if is_last else _FIRST_POSITION
+    chunk = np.asarray(token_ids[begin:end], np.int64)
+    return chunk, np.array([len(chunk) - 1]) if end == len(token_ids) else _FIRST_POSITION
 
 
 def prefill_chunk(
-    base: DecoderNetwork, kv: SequenceKV, token_ids: list[int], begin: int, max_rows: int
+    base: DecoderNetwork, kv: SequenceKV, prompt: Prompt, begin: int, max_rows: int
 ) -> tuple[PassResult, int]:
     """Prefill a chunk of a prompt after its first `begin` tokens.
 
@@ -213,8 +213,9 @@ def prefill_chunk(
         The result, whose logits [1, V] are those of the prompt's last token, and of no use before
         that; and the number of tokens in the KV cache.
     """
-    chunk, row = _chunk(token_ids, begin, max_rows)
-    return base.run(chunk, begin, row, kv=kv), begin + len(chunk)
+    end = prompt.chunk_end(begin, max_rows)
+    chunk, row = _chunk(prompt.token_ids, begin, end)
+    return base.run(chunk, begin, row, kv=kv), end
 
 
 def _catch_up_drafts(sequences: list[Sequence]) -> list[Sequence]:

@@ -30,6 +30,8 @@ class PassInputs:
             spec.images,
             spec.vocab_size,
         )
+        images = spec.images
+        self._is_bidirectional = images is not None and images.bidirectional_tokens > 0
         self._has_parents = spec.recurrent is not None
         self.takes_adapters = False
         if self._images is not None:
@@ -110,6 +112,8 @@ class PassInputs:
         if self.takes_adapters:
             slot = 0 if kv.adapter is None else kv.adapter.slot
             inputs[graph_io.ADAPTER] = np.array([slot])
+        if tree_mask is None and self._is_bidirectional:
+            tree_mask = image_mask(token_ids >= self._vocab_size)
         if tree_mask is not None:
             inputs[graph_io.TREE_MASK] = tree_mask
         if self._has_parents:
@@ -136,6 +140,21 @@ class PassInputs:
         known = places[:, np.minimum(rows, prompt - 1)]
         behind = rows + (places.max() + 1 - prompt)
         return np.where(rows < prompt, known, behind)
+
+
+def image_mask(is_image: Bool) -> Bool | None:
+    """Causal mask [S, S] in which consecutive image tokens also attend to later ones.
+
+    Args:
+        is_image: bool [S], of the tokens of a pass.
+
+    Returns:
+        None if no two image tokens are consecutive.
+    """
+    if not np.any(is_image[1:] & is_image[:-1]):
+        return None
+    run = np.cumsum(np.diff(is_image, prepend=False))  # odd numbers are runs of image tokens
+    return np.tri(len(is_image), dtype=np.bool_) | (is_image & (run[:, None] == run))
 
 
 def parent_rows(rows: int, tree_mask: Bool | None) -> I64:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -159,14 +159,15 @@ def logits_behind(
     llm: LLM, prompt: Prompt, taken: Sequence[int], sampling: SamplingParams
 ) -> NDArray[np.float64]:
     """Logits [V] after a prompt and the first output tokens, with penalties."""
-    kv_cache_manager, ids = llm.kv_cache_manager, [*prompt.token_ids, *taken]
+    kv_cache_manager = llm.kv_cache_manager
+    text = replace(prompt, token_ids=[*prompt.token_ids, *taken])
     base, chunk = kv_cache_manager.base, kv_cache_manager.prefill_rows
     kv = base.new_kv()
     try:
         kv_cache_manager.set_up(kv, prompt)
-        result, rows = prefill_chunk(base, kv, ids, 0, chunk)
-        while rows < len(ids):
-            result, rows = prefill_chunk(base, kv, ids, rows, chunk)
+        result, rows = prefill_chunk(base, kv, text, 0, chunk)
+        while rows < len(text.token_ids):
+            result, rows = prefill_chunk(base, kv, text, rows, chunk)
     finally:
         kv.free()
     sampler = llm.sampler(sampling, prompt)

@@ -75,6 +75,8 @@ class RunningRequest:
         if not self.is_wanted:
             is_parked = self.is_unclaimed or now_s - self.paused_s > patience_s
         may_run_ahead = self.is_admitted and not is_parked and len(self.steps) < AHEAD
+        begin, prompt = sequence.num_rows, sequence.prompt
+        spans = [(first - begin, last - begin) for first, last in prompt.spans if last > begin]
         return RequestState(
             number=self.number,
             priority=self.priority,
@@ -84,7 +86,8 @@ class RunningRequest:
             is_parked=is_parked,
             held_rows=0 if self.saved_rows else sequence.num_rows,
             saved_rows=self.saved_rows,
-            prefill_rows_left=max(len(sequence.prompt.token_ids) - sequence.num_rows, 0),
+            prefill_rows_left=max(len(prompt.token_ids) - begin, 0),
+            spans=tuple(spans),
             tree_rows=1 if sequence.drafter is None else tree_rows,
             usual_rows=_recent_tokens(sequence),
         )

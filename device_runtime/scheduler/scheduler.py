@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.device_runtime.engine.prompt import whole_end
 from edgellm.device_runtime.runners.batch_costs import SharedCosts
 
 AGING_S = 30.0  # of waiting outweigh one level of priority, which prevents starvation
@@ -55,6 +56,8 @@ class RequestState:
     held_rows: int = 0  # positions in the KV cache
     saved_rows: int = 0  # positions that were swapped out, and are needed again
     prefill_rows_left: int = 0  # prompt tokens left to prefill; 0: it decodes
+    # Of these, first and after the last of each span that one pass has, see `ImageRows`.
+    spans: tuple[tuple[int, int], ...] = ()
     tree_rows: int = 1  # maximum tokens of a decoding step
     usual_rows: int = 1  # tokens of its latest step
 
@@ -62,6 +65,15 @@ class RequestState:
     def rank(self) -> tuple[float, int]:
         """Sort key; smaller is first."""
         return self.priority - math.floor(self.waited_s / AGING_S), self.number
+
+    @property
+    def min_rows(self) -> int:
+        """Minimum tokens of its next step: 1, or those of the image that begins its next chunk."""
+        return self.whole(1)
+
+    def whole(self, rows: int) -> int:
+        """Tokens of a chunk of about `rows` that ends outside images."""
+        return whole_end(self.spans, 0, rows) if self.spans else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +154,9 @@ class _Planner:
     def grant(self) -> None:
         """Grant tokens to requests that are due: in order, decoding before prefill."""
         due = [one for one in sorted(self._running, key=lambda one: one.rank) if one.is_due]
-        for one in due:  # one token each, before any gets more
+        for one in due:  # one token, or image, each, before any gets more
             if one in self._running and self._make_room(one):
-                self.rows[one.number] = 1
+                self.rows[one.number] = one.min_rows
         due = [one for one in due if one.number in self.rows]
         decoding = [one for one in due if not one.prefill_rows_left]
         for one in decoding:
@@ -154,11 +166,14 @@ class _Planner:
     def _grant_chunks(self, prefilling: list[RequestState], decoding: list[RequestState]) -> None:
         given = 0
         for count, one in enumerate(prefilling, 1):
-            chunk = min(one.prefill_rows_left, self._budget(prefilling, count, decoding) - given)
-            if chunk < 1:
+            least, budget = one.min_rows, self._budget(prefilling, count, decoding)
+            left = budget - given if given else max(budget, least)
+            chunk = one.whole(min(one.prefill_rows_left, max(left, 0)))
+            if not least <= chunk <= left:
                 del self.rows[one.number]  # it prefills after the earlier prompts
                 continue
-            self.rows[one.number] += self._take(one, chunk - 1)
+            granted = least + self._take(one, chunk - least)
+            self.rows[one.number] = max(one.whole(granted), least)
             given += self.rows[one.number]
 
     def _budget(
@@ -185,8 +200,8 @@ class _Planner:
         return rows - others if table[-1] > 0 else self._bounds.prefill_rows
 
     def _make_room(self, one: RequestState) -> bool:
-        """Allocate one position; preempt the last requests if needed, this one last of all."""
-        while self._more(one, 1) > self._free:
+        """Allocate the minimum; preempt the last requests if needed, this one last of all."""
+        while self._more(one, one.min_rows) > self._free:
             if self._release_idle(one):
                 continue
             last = max(
@@ -196,7 +211,7 @@ class _Planner:
             self._release(last)
             if last is one:
                 return False
-        self._take(one, 1)
+        self._take(one, one.min_rows)
         return True
 
     def _release_idle(self, one: RequestState) -> bool:

@@ -198,7 +198,7 @@ def _seeing(config: DraftConfig, base: DecoderConfig) -> DraftConfig:
     decoder = config.decoder
     if base.images is None or decoder.hidden_size != base.hidden_size:
         return config
-    images = dataclasses.replace(base.images, num_deepstack=0)
+    images = dataclasses.replace(base.images, num_deepstack=0, bidirectional_tokens=0)
     return dataclasses.replace(config, decoder=dataclasses.replace(decoder, images=images))
 
 

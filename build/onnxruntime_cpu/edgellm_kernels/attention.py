@@ -25,7 +25,7 @@ from edgellm.core.graph_io import (
     past_name,
     present_name,
 )
-from edgellm.core.model_spec import KVCacheSpec, PageSpec, is_bounded
+from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec, is_bounded
 from edgellm.core.onnx_functions import (
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,
@@ -42,14 +42,15 @@ _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
-def page_spec(graph: ir.Graph, plan: Plan) -> PageSpec:
+def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec) -> PageSpec:
     """Pages of the caches of a portable graph; raises as `lower_attention`."""
     layers = CachedAttention.all_of(graph, takes_sinks=True)
     rows = _SHARED_ROWS
     if plan.max_batch_size == 1:
         rows = next((each for each in _ALONE_ROWS if plan.kv_capacity % each == 0), rows)
     windows = tuple(_window(layer) or 0 for layer in layers if not layer.is_shared)
-    pages = PageSpec(rows, windows, max(_PASS_ROWS, plan.max_verify_tree_size))
+    pass_rows = max(_PASS_ROWS, plan.max_verify_tree_size, spec.min_chunk)
+    pages = PageSpec(rows, windows, pass_rows)
     return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
 
 

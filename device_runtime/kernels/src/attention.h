@@ -89,10 +89,9 @@ void add_slots(const Query* queries, int all, const Slots<Isa, E>& values, int64
   }
 }
 
-// The first key in the window of a row.
+// The first key of a row's window, which ends at the row itself: keys after it are of the same image.
 int64_t first_key(const Attention& a, int64_t row) {
-  if (a.rules.is_bidirectional) return a.first_around(row);
-  return a.rules.window ? most(0, a.scratch.seen[2 * row] - a.rules.window) : 0;
+  return a.rules.window ? most(0, a.scratch.seen[kSeen * row + 2] - a.rules.window) : 0;
 }
 
 // One chunk of keys for `rows` rows from `row` on, `group` heads of each from `head` on.
@@ -119,8 +118,8 @@ struct Tile {
     bool is_shared = rows > 1;
     for (int i = 0; i < rows * group; i++) {
       Query& q = queries[i];
-      const int64_t end = a.scratch.seen[2 * q.row];
-      q.straight = a.scratch.seen[2 * q.row + 1];
+      const int64_t end = a.scratch.seen[kSeen * q.row];
+      q.straight = a.scratch.seen[kSeen * q.row + 1];
       q.first = most(base, first_key(a, q.row));
       q.end = most(q.first, least(end, base + kChunk));
       q.top = kNothing;
@@ -214,8 +213,8 @@ struct Span {
   Span(const Attention& a, int64_t first_row, int64_t last_row) : first(a.end_slot()), straight(0), end(0) {
     for (int64_t row = first_row; row < last_row; row++) {
       first = least(first, first_key(a, row));
-      straight = most(straight, a.scratch.seen[2 * row + 1]);
-      end = most(end, a.scratch.seen[2 * row]);
+      straight = most(straight, a.scratch.seen[kSeen * row + 1]);
+      end = most(end, a.scratch.seen[kSeen * row]);
     }
   }
 };
@@ -252,7 +251,7 @@ void merge(const Attention& a, int64_t row) {
   alignas(64) float sum[kMostDim + kStrip];
   for (int64_t head = 0; head < a.shape.heads; head++) {
     begin_sum(a, head, sum);
-    for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.scratch.seen[2 * row]; chunk++) {
+    for (int64_t chunk = first_key(a, row) / kChunk; chunk * kChunk < a.scratch.seen[kSeen * row]; chunk++) {
       const float* part =
           a.scratch.partials +
           (((chunk - a.first_chunk()) * a.shape.rows + row) * a.shape.heads + head) * a.partial_floats();

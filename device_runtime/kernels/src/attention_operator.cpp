@@ -52,7 +52,7 @@ struct Pass {
     for (const Part& part : parts) {
       const Attention& a = part.a;
       starts.push_back(size);
-      size += aligned(a.shape.rows * a.shape.heads * a.padded_dim() * 4) + aligned(a.shape.rows * 8) +
+      size += aligned(a.shape.rows * a.shape.heads * a.padded_dim() * 4) + aligned(a.shape.rows * kSeen * 4) +
               aligned(a.shape.rows * a.shape.mask_columns * 4);
       if (part.splits()) size += a.chunks() * a.shape.rows * a.shape.heads * a.partial_floats() * 4;
     }
@@ -62,7 +62,7 @@ struct Pass {
       char* at = memory + starts[i];
       const auto take = [&](int64_t bytes) { return std::exchange(at, at + aligned(bytes)); };
       a.scratch.queries = reinterpret_cast<float*>(take(a.shape.rows * a.shape.heads * a.padded_dim() * 4));
-      a.scratch.seen = reinterpret_cast<int32_t*>(take(a.shape.rows * 8));
+      a.scratch.seen = reinterpret_cast<int32_t*>(take(a.shape.rows * kSeen * 4));
       a.scratch.slots = reinterpret_cast<int32_t*>(take(a.shape.rows * a.shape.mask_columns * 4));
       a.scratch.partials = reinterpret_cast<float*>(at);
     }

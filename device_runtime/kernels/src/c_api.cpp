@@ -69,7 +69,7 @@ EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attent
   if (!set) return "this processor lacks the instruction set";
   std::vector<float> queries(a->shape.rows * a->shape.heads * a->padded_dim()), partials,
       work(a->work_floats(is_split ? 0 : a->shape.rows));
-  std::vector<int32_t> seen(2 * a->shape.rows), slots(a->shape.rows * a->shape.mask_columns);
+  std::vector<int32_t> seen(kSeen * a->shape.rows), slots(a->shape.rows * a->shape.mask_columns);
   a->scratch.queries = queries.data();
   a->scratch.seen = seen.data();
   a->scratch.slots = slots.data();

@@ -121,6 +121,8 @@ struct LowRank {
 
 enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
 
+constexpr int kSeen = 3;  // numbers of a row in `Attention::Scratch::seen`
+
 // Attention of the new rows of one sequence, which are first written to its cache.
 struct Attention {
   struct Shape {
@@ -157,7 +159,8 @@ struct Attention {
     float* queries;  // [rows, heads, padded_dim]
     float* partials;  // [chunks, rows, heads, padded_dim + 16]; nullptr if not split
     int32_t* slots;  // [rows, mask_columns], the last slots that each row attends to
-    int32_t* seen;  // [rows, 2], number of keys that a row attends to, and of contiguous ones
+    // [rows, kSeen]: number of keys that a row attends to, of contiguous ones, and of those up to the row itself
+    int32_t* seen;
   } scratch;
 
   int64_t padded_dim() const { return (shape.head_dim + kStrip - 1) / kStrip * kStrip; }

@@ -88,24 +88,25 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
 }
 
 void list_seen(const Attention& a, int64_t row) {
-  int32_t* seen = a.scratch.seen + 2 * row;
-  if (a.rules.is_bidirectional) {
-    seen[0] = seen[1] = int32_t(a.end_around(row));
-    return;
-  }
-  if (!a.inputs.mask) {
-    seen[0] = seen[1] = int32_t(a.shape.write_index + row + 1);
+  int32_t* seen = a.scratch.seen + kSeen * row;
+  if (a.rules.is_bidirectional || !a.inputs.mask) {
+    const int64_t own_end = a.shape.write_index + row + 1;
+    seen[0] = seen[1] = int32_t(a.rules.is_bidirectional ? a.end_around(row) : own_end);
+    seen[2] = int32_t(own_end);
     return;
   }
   const int64_t base = a.end_slot() - a.shape.mask_columns;
-  int32_t *slots = a.scratch.slots + row * a.shape.mask_columns, count = 0, straight = 0;
+  const int64_t own = a.shape.mask_columns - a.shape.rows + row;
+  int32_t *slots = a.scratch.slots + row * a.shape.mask_columns, count = 0, straight = 0, before = 0;
   for (int64_t i = 0; i < a.shape.mask_columns; i++)
     if (a.inputs.mask[row * a.shape.mask_columns + i]) {
       straight += count == straight && i == count;
       slots[count++] = int32_t(base + i);
+      if (i <= own) before = count;
     }
   seen[0] = int32_t(base) + count;
   seen[1] = int32_t(base) + straight;
+  seen[2] = int32_t(base) + before;
 }
 
 template <class Isa>

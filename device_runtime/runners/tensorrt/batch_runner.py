@@ -52,7 +52,8 @@ class BatchRunner(TensorRtRunner):
         _, (_, columns) = engine.shape_range(graph_io.TREE_MASK, engine.num_profiles - 1)
         self._column_buckets = bucket_sizes(columns)
         self.max_batch_size = num_sequences
-        self.batch_limits = self._column_buckets[-1], self._buckets[-1]
+        # Masks of images may be wider than trees
+        self.batch_limits = min(self._column_buckets[-1], self._buckets[-1]), self._buckets[-1]
         self._costs: SharedCosts | None = None
 
     def prepare(self) -> None:

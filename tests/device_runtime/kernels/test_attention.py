@@ -47,7 +47,9 @@ def exact(rows, mask=None, window=0, softcap=0.0, sinks=None, scales=(1.0, 1.0),
     y = np.zeros((count, heads, dim))
     for row in range(count):
         seen = np.r_[np.arange(first), first + np.flatnonzero(mask[row])]
-        seen = seen[-window:] if window else seen
+        before = seen[seen <= rows.write_index + row]
+        oldest = before[-window - 1] if 0 < window < len(before) else -1
+        seen = seen[np.argmax(seen > oldest) :] if window else seen
         for head in range(heads):
             keys, values = (
                 cache[head // (heads // kv_heads), seen].astype(np.float64) * scale
@@ -224,6 +226,22 @@ def test_tree_node_has_the_bits_of_its_path_alone(name, rng):
             )
             y = attention(name, alone, window=window)
         assert same_bits(y[0], tree[row])
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rows_that_attend_to_later_ones(name, rng):
+    """Tokens of an image; a window ends at the row itself, and has all later ones."""
+    for write_index in (0, 3, 250):
+        mask = np.tri(40, dtype=np.bool_)
+        mask[4:29, 4:29] = mask[31:38, 31:38] = True
+        for window in (0, 6, 20, 60):
+            given = new_rows(rng, 40, 4, 2, 16, write_index)
+            wanted = given.copy()
+            reference = attention("scalar", wanted, mask=mask, window=window)
+            assert close(reference, exact(wanted, mask, window=window))
+            for is_split in (True, False):
+                y = attention(name, given.copy(), mask=mask, is_split=is_split, window=window)
+                assert same_bits(y, reference)
 
 
 @pytest.mark.parametrize("name", SETS)

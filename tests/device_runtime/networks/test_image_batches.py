@@ -63,7 +63,7 @@ def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
     spec = with_kv_dtype(load_bundle(folder / "fp16", LLM_BUNDLE).spec, "float16")
     graph, kernels = folder / "lowered.onnx", Kernels(110, "fp16", MOST)
     lower_for_gpu(folder / "fp16" / "model.onnx", graph, kernels=kernels, capacity=CAPACITY)
-    passes, device = base_passes(plan), FakeDevice()
+    passes, device = base_passes(plan, is_causal=spec.min_chunk == 1), FakeDevice()
     runner = BatchRunner(
         engine=FakeEngine(graph, passes, device),
         device=device,

@@ -14,6 +14,7 @@ from scripted_sessions import VOCAB, StrictBase, recorded
 from stepping import learned_of
 
 from edgellm.device_runtime import SamplingParams
+from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.engine.sequence import Sequence
@@ -62,18 +63,27 @@ class Arrival:
     priority: int
     leaves: int | None  # the step before which its reader leaves
     drafts: bool
+    spans: tuple[tuple[int, int], ...] = ()  # images that one pass has
     entry: RunningRequest = field(init=False)
 
     def begin(self, lookups) -> RunningRequest:
         drafter = TextDrafter(learned_of(FixedTree(LIMITS), lookups=lookups), LIMITS)
+        spans = tuple(span for span in self.spans if span[1] <= len(self.prompt))
         sequence = Sequence(
-            prompt=Prompt(self.prompt),
+            prompt=Prompt(self.prompt, images_with(spans)),
             sampler=Sampler(params=self.sampling, prompt=self.prompt),
             max_tokens=self.tokens,
             drafter=drafter if self.drafts else None,
         )
         self.entry = RunningRequest(sequence=sequence, priority=self.priority)
         return self.entry
+
+
+def images_with(spans: tuple[tuple[int, int], ...]) -> ImageRows | None:
+    """Images at these positions; scripted networks take none."""
+    nothing = np.zeros((1, 1), np.float32)
+    shown = ImageRows(embeds=nothing, deepstack=nothing[:0, None], keys={}, spans=spans)
+    return shown if spans else None
 
 
 ARRIVALS = st.lists(
@@ -86,6 +96,7 @@ ARRIVALS = st.lists(
         st.integers(0, 2),
         st.one_of(st.none(), st.integers(1, 40)),
         st.booleans(),
+        st.sampled_from([(), ((0, 4),), ((1, 5), (6, 9)), ((3, 6), (6, 10), (17, 21))]),
     ),
     min_size=1,
     max_size=6,
@@ -114,7 +125,9 @@ def take(batch: Batch, readers: list[RunningRequest]) -> int:
     before = {entry: entry.sequence.num_rows for entry in stepping}
     batch.end(stepping, batch.run(stepping))
     for entry in stepping:
-        assert entry.sequence.num_rows <= before[entry] + entry.sequence.max_rows
+        rows = entry.sequence.num_rows
+        assert rows <= before[entry] + entry.sequence.max_rows
+        assert not any(first < rows < last for first, last in entry.sequence.prompt.spans)
         entry.steps.clear()
     return len(stepping)
 
@@ -224,6 +237,22 @@ def test_the_first_prompt_is_prefilled_first():
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 30, 2: 9, 3: 1}
     second = dataclasses.replace(second, prefill_rows_left=30)
     assert plan([second, first, _running(3)], 10**6, WIDE).rows == {1: 8, 3: 1}
+
+
+def test_chunks_end_outside_images():
+    """Before an image that does not fit, or after one that begins the chunk; others wait."""
+    one = RequestState(number=3, prefill_rows_left=400, spans=((10, 110), (120, 130)))
+    decoding = [_running(1), _running(2)]
+    assert plan([*decoding, one], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 10}
+    first = dataclasses.replace(one, spans=((0, 100), (110, 120)))
+    assert plan([*decoding, first], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 100}
+    middle = dataclasses.replace(one, spans=((-40, 60),))  # the rest was reused
+    assert plan([*decoding, middle], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 60}
+    second = dataclasses.replace(first, number=4)
+    assert plan([*decoding, one, second], 10**6, WIDE).rows == {1: 1, 2: 1, 3: 10}
+    assert plan([second, one], 10**6, WIDE).rows == {3: 400, 4: 110}
+    tight = RequestState(number=5, is_admitted=True, prefill_rows_left=100, spans=((8, 50),))
+    assert plan([tight], 40, WIDE).rows == {5: 8}
 
 
 def test_order_is_by_priority_and_age():
