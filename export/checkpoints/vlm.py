@@ -16,12 +16,16 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed
 from edgellm.export.config.reader import ConfigReader
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     text_type: str = ""  # the architecture of the text tower; "": its config says it
     # Of configs that hold the text tower's keys as well as these.
     other_keys: tuple[str, ...] = ()
     interleaves_axes: bool = False  # of M-RoPE, even if its config does not state it
+    omits_tying: bool = False  # without `tie_word_embeddings` the text model's default counts
+    is_text_only: bool = False  # its encoder is not supported
+    # Key of an image's tokens if these attend to each other
+    bidirectional_key: str = ""
 
 
 _QWEN_KEYS = (
@@ -33,16 +37,18 @@ _QWEN_KEYS = (
     "vision_token_id",
 )
 _FAMILIES = {
-    "qwen2_vl": _Family("qwen2", _QWEN_KEYS),
-    "qwen2_5_vl": _Family("qwen2", _QWEN_KEYS),
-    "qwen3_vl": _Family("qwen3", interleaves_axes=True),
+    "gemma3": _Family(omits_tying=True, bidirectional_key="mm_tokens_per_image"),
+    "gemma4": _Family(omits_tying=True, is_text_only=True),
+    "qwen2_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
+    "qwen2_5_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
+    "qwen3_vl": _Family(text_type="qwen3", interleaves_axes=True),
     "qwen3_5": _Family(interleaves_axes=True),
     "qwen3_5_moe": _Family(interleaves_axes=True),
     "internvl": _Family(),
+    "mistral3": _Family(omits_tying=True),
     "idefics3": _Family(),
     "smolvlm": _Family(),
 }
-_TEXT_ONLY = ("gemma3", "gemma4", "mistral3")  # whose encoders are not supported
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _BACKBONE = "backbone."  # of Nemotron-H
 _HEAD_PREFIXES = ("lm_head.", "language_model.lm_head.")
@@ -63,12 +69,12 @@ _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", 
 def is_vlm(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a visual encoder."""
     config = checkpoint.config
-    return config.get("model_type") in _FAMILIES and "vision_config" in config
+    return config.get("model_type") in supported() and "vision_config" in config
 
 
 def supported() -> list[str]:
     """The model types of vision-language models."""
-    return sorted(_FAMILIES)
+    return sorted(name for name, family in _FAMILIES.items() if not family.is_text_only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +101,13 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     Raises:
         UnsupportedModelError: the whole checkpoint's config lacks keys.
     """
-    if checkpoint.config.get("model_type") not in (*_FAMILIES, *_TEXT_ONLY):
+    if checkpoint.config.get("model_type") not in _FAMILIES:
         return _plain(checkpoint)
     config, infos = checkpoint.config, checkpoint.tensors.infos()
     reader = ConfigReader(config)
     images = None
     if is_vlm(checkpoint):
-        token_id = reader.read("image_token_id", int)
-        images = ImageSpec(config["model_type"], token_id, _num_deepstack(reader))
+        images = _image_spec(reader)
     prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
     names = {
@@ -181,7 +186,7 @@ def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str,
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    family = _FAMILIES.get(config["model_type"], _Family())
+    family = _FAMILIES[config["model_type"]]
     text = config.get("text_config")
     if text is None and family.other_keys:
         text = {key: value for key, value in config.items() if key not in family.other_keys}
@@ -190,7 +195,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     # Either config may state it; transformers 5 reads the outer one. Gemma's text config omits it.
     stated = [each.get("tie_word_embeddings") for each in (config, text)]
     tied = {"tie_word_embeddings": any(stated)}
-    if config["model_type"] in _TEXT_ONLY and stated == [None, None]:
+    if family.omits_tying and stated == [None, None]:
         tied = {}
     text = {key: value for key, value in text.items() if key not in _NOT_TEXT}
     model_type = family.text_type or text.get("model_type")
@@ -200,6 +205,17 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, **tied, "model_type": model_type}
 
 
-def _num_deepstack(reader: ConfigReader) -> int:
+def _image_spec(reader: ConfigReader) -> ImageSpec:
+    model_type = reader.read("model_type", str)
+    token_id = reader.optional("image_token_index", int)  # its first name
+    if token_id is None:
+        token_id = reader.read("image_token_id", int)
     indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
-    return len(indexes)
+    key = _FAMILIES[model_type].bidirectional_key
+    tokens = reader.positive(key, 256) if key else 0
+    return ImageSpec(
+        model_type=model_type,
+        token_id=token_id,
+        num_deepstack=len(indexes),
+        bidirectional_tokens=tokens,
+    )

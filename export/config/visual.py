@@ -51,14 +51,14 @@ def read_indices(vision: ConfigReader, key: str, default: tuple[int, ...]) -> tu
 
 
 def read_theta(vision: ConfigReader) -> float:
-    """The base of a 2-D RoPE; only configs of transformers 5 have it.
+    """The base of a 2-D RoPE, in either of its places; transformers reads `default` as `axial`.
 
     Raises:
         UnsupportedModelError: another kind of RoPE.
     """
     rope = ConfigReader(vision.read("rope_parameters", dict, {}))
-    rope.expect("rope_type", "axial")
-    theta = rope.read("rope_theta", float, 1e4)
+    rope.expect("rope_type", "axial", "default")
+    theta = rope.read("rope_theta", float, vision.read("rope_theta", float, 1e4))
     rope.finish()
     return theta
 

@@ -103,7 +103,7 @@ def attend(
 
 
 def rotary_tables(
-    op: Op, positions: ir.Value, head_dim: int, theta: float
+    op: Op, positions: ir.Value, head_dim: int, theta: float, *, by_turns: bool = False
 ) -> tuple[ir.Value, ir.Value]:
     """Cos and sin [1, P, head_dim / 2] of rows (the first half) and columns (the second).
 
@@ -112,9 +112,12 @@ def rotary_tables(
         positions: int64 [P, 2].
         head_dim: a multiple of 4; pair i of an axis has frequency `theta ** (-4 * i / head_dim)`.
         theta: the base.
+        by_turns: the frequencies between, `theta ** (-(4 * i + 2) / head_dim)`, for columns.
     """
     with op.scope("rotary"):
-        exponents = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
+        steps = np.arange(0, head_dim // 2, 2, dtype=np.float32)
+        steps = np.stack([steps, steps + 1]) if by_turns else steps
+        exponents = steps / np.float32(head_dim // 2)
         inv_freq = (np.float32(1) / np.float32(theta) ** exponents).astype(np.float32)
         place = op.Unsqueeze(op.Cast(positions, to=int(ir.DataType.FLOAT)), op.constant([2]))
         angles = op.Mul(place, op.constant(inv_freq))  # [P, 2, D / 4]

@@ -149,14 +149,11 @@ class EncoderLayer:
         return op.Add(x, self.mlp(op, self.layer_norm2(op, x)))
 
 
-class Model:
-    """Patches with learned positions, blocks, final norm, pixel shuffle and projection."""
+class Encoder:
+    """SigLIP of tiles: patches with learned positions, blocks, final norm."""
 
-    parts = ("vision_model", "connector")
-
-    def __init__(self, config: Config, weights: Weights) -> None:
+    def __init__(self, config: Config, vision: Weights) -> None:
         self.config = config
-        vision = weights / "vision_model"
         embeddings = vision / "embeddings"
         self.patch_embedding = TilePatches(
             embeddings / "patch_embedding", config.patch_size, config.size
@@ -167,6 +164,28 @@ class Model:
             for index in range(config.depth)
         ]
         self.post_layernorm = LayerNorm(vision / "post_layernorm", config.size, config.epsilon)
+
+    def __call__(self, op: Op, tiles: ir.Value) -> ir.Value:
+        """Append the encoder; tiles [N, 3, E, E] -> [N, side * side, d]."""
+        config = self.config
+        x = self.patch_embedding(op, tiles)
+        with op.scope("position_embedding"):
+            table = self.position_embedding.take("weight", (config.side**2, config.size), op.dtype)
+            x = op.Add(x, op.cast(op.parameter(table), op.dtype))
+        for index, layer in enumerate(self.layers):
+            with op.scope(f"layers.{index}"):
+                x = layer.forward(op, x)
+        return self.post_layernorm(op, x)
+
+
+class Model:
+    """The encoder of tiles, pixel shuffle and projection."""
+
+    parts = ("vision_model", "connector")
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.config = config
+        self.encoder = Encoder(config, weights / "vision_model")
         self.proj = Linear(
             weights / "connector.modality_projection.proj",
             config.size * config.shuffle**2,
@@ -177,12 +196,6 @@ class Model:
     def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> list[ir.Value]:
         """Inputs by contract name -> tokens [N * tokens_per_tile, H]."""
         config = self.config
-        x = self.patch_embedding(op, inputs[graph_io.PIXEL_VALUES])
-        with op.scope("position_embedding"):
-            table = self.position_embedding.take("weight", (config.side**2, config.size), op.dtype)
-            x = op.Add(x, op.cast(op.parameter(table), op.dtype))
-        for index, layer in enumerate(self.layers):
-            with op.scope(f"layers.{index}"):
-                x = layer.forward(op, x)
-        x = pixel_shuffle(op, self.post_layernorm(op, x), config.side, config.shuffle, config.size)
+        x = self.encoder(op, inputs[graph_io.PIXEL_VALUES])
+        x = pixel_shuffle(op, x, config.side, config.shuffle, config.size)
         return [op.Reshape(self.proj(op, x), op.constant([-1, config.out_size]))]

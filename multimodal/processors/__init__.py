@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from edgellm.multimodal.video import Film, Resize
 
 _FAMILIES = {
+    "gemma3": "gemma3",
     "idefics3": "idefics3",
     "internvl": "internvl",
+    "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
     "qwen3_5": "qwen2_vl",

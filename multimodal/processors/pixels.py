@@ -76,6 +76,25 @@ class PixelRules:
         return tiles
 
 
+def merged_patches(
+    planes: NDArray[np.float32], patch_size: int, merge_size: int, frames: int = 1
+) -> NDArray[np.float32]:
+    """Patches [P, 3 * frames * p * p], token by token, patch by patch inside one.
+
+    Args:
+        planes: [frames or 1, 3, height, width]; one is repeated for all frames.
+        patch_size: p, in pixels.
+        merge_size: patches along a side of a token; sides are whole tokens.
+        frames: of a patch.
+    """
+    p, m = patch_size, merge_size
+    given, rows, columns = len(planes), planes.shape[2] // (p * m), planes.shape[3] // (p * m)
+    parts = planes.reshape(given, 3, rows, m, p, columns, m, p)
+    patches = np.empty((rows, columns, m, m, 3, frames, p, p), np.float32)
+    patches[...] = parts.transpose(2, 5, 3, 6, 1, 0, 4, 7)
+    return patches.reshape(rows * columns * m * m, -1)
+
+
 def num_tiles(grid: tuple[int, int]) -> int:
     """Tiles of a grid, with the thumbnail if there are several."""
     return grid[0] * grid[1] + (1 if grid != (1, 1) else 0)

@@ -18,7 +18,13 @@ from edgellm.core.errors import (
     RequestError,
 )
 from edgellm.multimodal.processors import Prepared, PreparedFilm
-from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD, PixelRules, require_class
+from edgellm.multimodal.processors.pixels import (
+    CLIP_MEAN,
+    CLIP_STD,
+    PixelRules,
+    merged_patches,
+    require_class,
+)
 from edgellm.multimodal.processors.qwen_video import FilmRules
 from edgellm.multimodal.processors.settings import Checkpoint, Settings
 from edgellm.multimodal.video import Film, Resize
@@ -158,13 +164,7 @@ class Processor:
         return min(rows, max_tokens), min(columns, max_tokens)
 
     def _patches(self, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-        """[T or 1, 3, height, width] to [P, 3*T*p*p], token by token, patch by patch inside one."""
-        p, m = self.patch_size, self.merge_size
-        frames, rows, columns = len(planes), planes.shape[2] // (p * m), planes.shape[3] // (p * m)
-        parts = planes.reshape(frames, 3, rows, m, p, columns, m, p)
-        patches = np.empty((rows, columns, m, m, 3, self.temporal_patch_size, p, p), np.float32)
-        patches[...] = parts.transpose(2, 5, 3, 6, 1, 0, 4, 7)
-        return patches.reshape(rows * columns * m * m, -1)
+        return merged_patches(planes, self.patch_size, self.merge_size, self.temporal_patch_size)
 
 
 def _refuse_strip(width: int, height: int) -> None:

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from image_checkpoints import (
     FAMILIES,
@@ -16,6 +16,7 @@ from image_checkpoints import (
     QWEN,
     byte_tokenizer,
     picture,
+    planes_of,
     write_processor,
 )
 from image_checkpoints import reference as transformers_processor
@@ -31,9 +32,20 @@ from edgellm.multimodal.processors.smolvlm_video import in_words
 from edgellm.multimodal.video import Film
 
 SIZES = [(1, 1), (28, 28), (1, 150), (199, 1), (31, 57), (333, 77), (64, 512), (640, 480)]
+PAN_AND_SCAN = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 30,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
     lambda size: max(size) <= 200 * min(size)
 )
+
+
+def is_strip(size, edge=112):
+    """Whether transformers' Pixtral processor fails: it rounds the short side to nothing."""
+    return max(size) > edge and min(size) * edge < max(size)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +64,9 @@ def pairs(tmp_path_factory):
 def pixels_of(model_type, output):
     """Without the zero tiles that fill a batch."""
     pixels = np.asarray(output["pixel_values"])
+    if model_type == "mistral3":  # images of their own sizes, without the padding of a batch
+        sizes = zip(pixels, np.asarray(output["image_sizes"]), strict=True)
+        return np.concatenate([image[:, :high, :wide].ravel() for image, (high, wide) in sizes])
     return pixels[0] if model_type in ("idefics3", "smolvlm") else pixels
 
 
@@ -60,13 +75,16 @@ def compare(model_type, ours, theirs, images, texts):
     prompt = ours.image_token.join(texts)
     prepared = [ours.prepare(image) for image in images]
     output = theirs(images=images, text=[prompt], return_tensors="np")
-    found = np.concatenate([item.pixels for item in prepared])
+    pixels = [item.pixels for item in prepared]
+    if model_type == "mistral3":
+        pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
+    found = np.concatenate(pixels)
     assert found.dtype == np.float32
     assert np.array_equal(found, pixels_of(model_type, output))
     tokenizer = theirs.tokenizer._tokenizer
     ids = tokenizer.encode(expand(prompt, ours.image_token, prepared)).ids
     assert ids == output["input_ids"][0].tolist()
-    image_id = tokenizer.token_to_id(ours.image_token)
+    image_id = tokenizer.token_to_id(getattr(ours, "feature_token", ours.image_token))
     assert ids.count(image_id) == sum(item.num_tokens for item in prepared)
     for item, image in zip(prepared, images, strict=True):
         assert item.pixels.flags.c_contiguous
@@ -77,13 +95,19 @@ def compare(model_type, ours, theirs, images, texts):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_sizes(pairs, model_type, size):
+    if model_type == "mistral3" and is_strip(size):
+        assert pairs(model_type)[0].prepare(picture(*size)).num_tokens == 8  # one token wide
+        return
     compare(model_type, *pairs(model_type), [picture(*size)], ["a ", " b"])
 
 
 @settings(max_examples=25)
 @given(size=SIZE)
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "mistral3"]
+)
 def test_many_sizes(pairs, model_type, size):
+    assume(model_type != "mistral3" or not is_strip(size))
     compare(model_type, *pairs(model_type), [picture(*size)], ["", ""])
 
 
@@ -109,6 +133,14 @@ def test_several_images(pairs, model_type):
         ("idefics3", {"size": {"longest_edge": 5000}, "resample": 3}),
         ("smolvlm", {"size": {"longest_edge": 100}}),
         ("smolvlm", {"size": {"longest_edge": 20}}),
+        ("mistral3", {"size": {"longest_edge": 1540}, "patch_size": 14}),
+        ("mistral3", {"size": {"longest_edge": 30}, "patch_size": {"height": 14, "width": 14}}),
+        ("mistral3", {"size": {"longest_edge": 9}, "resample": 2}),
+        ("gemma3", {"do_pan_and_scan": True}),
+        ("gemma3", {**PAN_AND_SCAN, "do_pan_and_scan": False}),
+        ("gemma3", PAN_AND_SCAN),
+        ("gemma3", {**PAN_AND_SCAN, "pan_and_scan_max_num_crops": 9}),
+        ("gemma3", {**PAN_AND_SCAN, "pan_and_scan_min_crop_size": 7}),
     ],
     ids=str,
 )
@@ -116,16 +148,18 @@ def test_settings(tmp_path, model_type, changes):
     folder = write_processor(tmp_path, model_type, **changes)
     theirs = transformers_processor(folder, model_type)
     for size in ((1000, 30), (42, 280)):
+        if model_type == "mistral3" and is_strip(size, changes["size"]["longest_edge"]):
+            continue
         compare(model_type, processors.load(folder), theirs, [picture(*size)], ["a", "b"])
 
 
 # ------------------------------------------------------------------------------------- limits
 @settings(max_examples=60)
 @given(size=SIZE, max_tokens=st.integers(1, 70))
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl", "idefics3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl", "idefics3", "gemma3", "mistral3"])
 def test_limits_are_respected(pairs, model_type, size, max_tokens):
     ours, _ = pairs(model_type)
-    least = {"qwen2_5_vl": 1, "internvl": 1, "idefics3": 4}[model_type]
+    least = {"qwen2_5_vl": 1, "internvl": 1, "idefics3": 4, "gemma3": 4, "mistral3": 1}[model_type]
     if max_tokens < least:
         with pytest.raises(LimitError, match=f"at least {least} token.*{max_tokens} are allowed"):
             ours.count(size, max_tokens)
@@ -136,7 +170,8 @@ def test_limits_are_respected(pairs, model_type, size, max_tokens):
     assert count == free if free <= max_tokens else count < free
     image = picture(*size)
     prepared = ours.prepare(image, max_tokens)
-    assert prepared.num_tokens == count == prepared.prompt.count(ours.image_token)
+    feature = getattr(ours, "feature_token", ours.image_token)
+    assert prepared.num_tokens == count == prepared.prompt.count(feature)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -167,6 +202,36 @@ def test_internvls_limit_is_a_smaller_number_of_tiles(pairs, size, max_tiles):
     )
     allowed = max_tiles + 1 if max_tiles > 1 else 1
     assert np.array_equal(ours.prepare(image, allowed).pixels, output["pixel_values"])
+
+
+@settings(max_examples=40)
+@given(size=SIZE, max_tokens=st.integers(4, 24))
+def test_images_are_cut_as_by_pan_and_scan(pairs, size, max_tokens):
+    """With too few tokens for the crops, the whole image is left."""
+    ours, theirs = pairs("gemma3", **PAN_AND_SCAN)
+    image = picture(*size)
+    (prepared,), output = compare("gemma3", ours, theirs, [image], ["a", "b"])
+    assert prepared.grid == (1, len(output["pixel_values"]))
+    fitted = ours.prepare(image, max_tokens)
+    wanted = prepared.pixels if len(prepared.pixels) * 4 <= max_tokens else prepared.pixels[:1]
+    assert np.array_equal(fitted.pixels, wanted)
+    assert fitted.prompt.count("<image_soft_token>") == 4 * len(wanted)
+
+
+@settings(max_examples=30)
+@given(size=SIZE, max_tokens=st.integers(2, 60))
+def test_pixtrals_limit_is_a_shorter_edge(pairs, size, max_tokens):
+    assume(not is_strip(size, 14))
+    ours, theirs = pairs("mistral3")
+    image = picture(*size)
+    prepared = ours.prepare(image, max_tokens)
+    edge = 14 * max(prepared.grid) // 2
+    wanted = theirs.image_processor(image, size={"longest_edge": edge}, patch_size=14)
+    whole = ours.prepare(image)
+    if prepared.num_tokens == whole.num_tokens:
+        wanted = theirs.image_processor(image, patch_size=14)
+    found = planes_of(prepared.pixels, prepared.grid, 2)
+    assert np.array_equal(found, wanted["pixel_values"][0])
 
 
 def test_idefics_limit_is_a_shorter_edge(pairs):

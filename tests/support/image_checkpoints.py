@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 from PIL import Image
@@ -17,6 +21,12 @@ INTERNVL = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
+GEMMA = {
+    "boi_token": "<start_of_image>",
+    "image_token": "<image_soft_token>",
+    "eoi_token": "<end_of_image>",
+}
+PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 IDEFICS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 
@@ -69,11 +79,45 @@ _QWEN3 = {
     "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "preprocessor_config": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "do_pan_and_scan": None,
+            "size": {"height": 32, "width": 32},
+            "resample": 2,
+            "image_seq_length": 4,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        "processor_config": {"image_seq_length": 4, "processor_class": "Gemma3Processor"},
+        "config": {
+            "mm_tokens_per_image": 4,
+            "vision_config": {"image_size": 32, "patch_size": 4},
+        },
+        "tokenizer_config": {"extra_special_tokens": GEMMA},
+    },
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "mistral3": {
+        "preprocessor_config": {
+            "image_processor_type": "PixtralImageProcessorFast",
+            "size": {"longest_edge": 112},
+            "patch_size": 7,
+            "resample": 3,
+        },
+        "processor_config": {
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+            "patch_size": 7,
+            "spatial_merge_size": 2,
+            "processor_class": "PixtralProcessor",
+        },
+        "config": {"spatial_merge_size": 2, "vision_config": {"patch_size": 7}},
+    },
     "internvl": {
         "preprocessor_config": {
             "image_processor_type": "GotOcr2ImageProcessorFast",
@@ -117,12 +161,20 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
         if video := files.get("video_preprocessor_config"):
             video |= sizes
+    elif model_type == "mistral3":
+        side = vision["patch_size"] * config["spatial_merge_size"]
+        image["size"] = {"longest_edge": 10 * side}
+        sizes = {"patch_size": vision["patch_size"]}
+        files["processor_config"] |= {"spatial_merge_size": config["spatial_merge_size"], **sizes}
     else:
-        side, patch = (np.max(vision[key]).item() for key in ("image_size", "patch_size"))
-        tokens = (side // patch // config.get("scale_factor", 2)) ** 2
-        if model_type == "internvl":
+        side, of_patch = (np.max(vision[key]).item() for key in ("image_size", "patch_size"))
+        tokens = (side // of_patch // config.get("scale_factor", 2)) ** 2
+        if model_type in ("internvl", "gemma3"):
+            tokens = config.get("mm_tokens_per_image", tokens)
             image["size"] = {"height": side, "width": side}
             files["processor_config"]["image_seq_length"] = tokens
+            if model_type == "gemma3":
+                image["image_seq_length"] = tokens
         else:
             image["size"] = {"longest_edge": 4 * side}
             image["max_image_size"] = {"longest_edge": side}
@@ -160,10 +212,11 @@ def reference(folder: Path, model_type: str) -> Any:
     import transformers
     from transformers.models.smolvlm import processing_smolvlm
 
-    internvl = INTERNVL if model_type == "internvl" else {}
+    special = [*QWEN, *INTERNVL.values(), *GEMMA.values(), *IDEFICS, *PIXTRAL]
+    named = {"internvl": INTERNVL, "gemma3": GEMMA}.get(model_type, {})
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer([*QWEN, *INTERNVL.values(), *IDEFICS]),
-        extra_special_tokens=internvl,
+        tokenizer_object=byte_tokenizer(special),
+        extra_special_tokens=named,
         pad_token="!",
     )
     pictures = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
@@ -174,15 +227,51 @@ def reference(folder: Path, model_type: str) -> Any:
         "qwen3_vl": (transformers.Qwen3VLProcessor, {}),
         "qwen3_5": (transformers.Qwen3VLProcessor, {}),
         "qwen3_5_moe": (transformers.Qwen3VLProcessor, {}),
+        "gemma3": (transformers.Gemma3Processor, {"image_seq_length": 4}),
+        "mistral3": (_pixtral_processor() if model_type == "mistral3" else None, _merging(folder)),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
     }[model_type]
-    if model_type != "idefics3":
+    if model_type not in ("idefics3", "gemma3", "mistral3"):
         arguments["video_processor"] = None
     # transformers requires a video processor, which would need torchvision
-    kind = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda *_: None})
+    own: dict[str, Any] = {"check_argument_for_proper_class": lambda *_: None}
+    if model_type == "gemma3":  # whose processor takes pan and scan from arguments, not from files
+        values = json.loads((folder / "preprocessor_config.json").read_text())
+        cuts = {key: value for key, value in values.items() if "pan_and_scan" in key and value}
+        own["images_kwargs"] = {**kind.images_kwargs, **cuts}
+    kind = type(kind.__name__, (kind,), own)
     return kind(image_processor=pictures, tokenizer=tokenizer, **arguments)
+
+
+def _pixtral_processor() -> Any:
+    """The class, whose module imports a function that needs torchvision, and does not use it."""
+    names = [f"torchvision{end}" for end in ("", ".transforms", ".transforms.v2")]
+    stubs = {name: MagicMock(__spec__=ModuleSpec(name, None)) for name in names}
+    with patch.dict(sys.modules, stubs):
+        module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
+    return module.PixtralProcessor
+
+
+def _merging(folder: Path) -> dict[str, Any]:
+    """The arguments of Pixtral's processor."""
+    path = folder / "processor_config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    return {key: values[key] for key in ("patch_size", "spatial_merge_size") if key in values}
+
+
+def planes_of(patches: np.ndarray, grid: tuple[int, int], merge_size: int) -> np.ndarray:
+    """An image [3, height, width] from patches [P, 3 * p * p] in blocks of merged ones."""
+    (rows, columns), m = grid, merge_size
+    side = round((patches.shape[1] // 3) ** 0.5)
+    apart = patches.reshape(rows // m, columns // m, m, m, 3, side, side)
+    planes = np.zeros((3, rows * side, columns * side), np.float32)
+    for at in np.ndindex(rows, columns):
+        (row, inner_row), (column, inner_column) = (divmod(each, m) for each in at)
+        down, across = (slice(each * side, (each + 1) * side) for each in at)
+        planes[:, down, across] = apart[row, column, inner_row, inner_column]
+    return planes
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from image_checkpoints import write_tiny_processor
+from image_checkpoints import planes_of, write_tiny_processor
 
 from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
@@ -33,7 +33,7 @@ def make_visual_checkpoint(
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.2)
-            elif "norm" in name and name.endswith("weight"):
+            elif ("norm" in name or "ln_pre" in name) and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
             else:  # biases and layer scales
                 parameter.normal_(0, 0.3)
@@ -122,6 +122,11 @@ class VisualModel:
 
         if self.spec.image_size:
             return [[self._tile_features(tiles)] for tiles in pixels]
+        if self.spec.model_type == "mistral3":
+            return [
+                [self._plane_features(planes_of(image, grid, self.spec.merge_size))]
+                for image, grid in zip(pixels, grids, strict=True)
+            ]
         sizes = torch.tensor([(1, *grid) for grid in grids])
         with torch.no_grad():
             found = self.reference.model.get_image_features(
@@ -133,11 +138,22 @@ class VisualModel:
                 output.append(np.stack([level.numpy() for level in levels]))
         return outputs
 
+    def _plane_features(self, planes: np.ndarray) -> np.ndarray:
+        import torch
+
+        # Twice, with transformers' mask between images: it fails for an image of one token
+        sizes, both = torch.tensor([planes.shape[1:]] * 2), np.stack([planes, planes[::-1]])
+        with torch.no_grad():
+            found = self.reference.model.get_image_features(
+                torch.from_numpy(both), image_sizes=sizes
+            )
+        return found.pooler_output[0].numpy()
+
     def _tile_features(self, tiles: np.ndarray) -> np.ndarray:
         import torch
 
         pixels = torch.from_numpy(tiles)
-        if self.spec.model_type != "internvl":
+        if self.spec.model_type in ("idefics3", "smolvlm"):
             pixels = pixels[None]
         with torch.no_grad():
             found = self.reference.model.get_image_features(pixels).pooler_output

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
-from image_checkpoints import IDEFICS, INTERNVL, QWEN
+from image_checkpoints import GEMMA, IDEFICS, INTERNVL, PIXTRAL, QWEN, planes_of
 from medusa_heads import make_heads
 from mtp_reference import add_layer
 from visual_checkpoints import make_visual_checkpoint
@@ -25,14 +25,16 @@ from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
-SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS]
+SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL]
 VOCABULARY = 96
 FAMILIES = visual.supported()
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe")  # those of idefics3 and qwen3_vl
 GPU_FAMILIES = [name for name in FAMILIES if not name.startswith("qwen3_5")]  # not recurrent
 _PLACEHOLDER = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": GEMMA["boi_token"],
     "internvl": "<IMG_CONTEXT>",
+    "mistral3": PIXTRAL[0],
     "idefics3": "<image>",
     "smolvlm": "<image>",
 }
@@ -67,6 +69,8 @@ _UNDER_DRAFT = {
 
 def image_token(model_type: str) -> str:
     """Token of one image embedding."""
+    if model_type == "gemma3":
+        return GEMMA["image_token"]
     return _placeholder(model_type).replace(QWEN[0], "").replace(QWEN[1], "")
 
 
@@ -88,8 +92,8 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
-    if model_type == "internvl":
-        config["extra_special_tokens"] = INTERNVL
+    if named := {"internvl": INTERNVL, "gemma3": GEMMA}.get(model_type):
+        config["extra_special_tokens"] = named
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -102,7 +106,11 @@ def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
     heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
     tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **text}
     words = [*WORDS, *SPECIAL]
-    tiny["image_token_id"] = words.index(image_token(model_type))
+    key = "image_token_index" if "image_token_index" in tiny else "image_token_id"
+    tiny[key] = words.index(image_token(model_type))
+    if kinds := tiny["text_config"].get("layer_types"):
+        count = tiny["text_config"]["num_hidden_layers"]
+        tiny["text_config"]["layer_types"] = [kinds[at % len(kinds)] for at in range(count)]
     for key, token in (
         ("vision_start_token_id", QWEN[0]),
         ("vision_end_token_id", QWEN[1]),
@@ -191,10 +199,23 @@ class Reference:
         config = self.model.config
         tokens = torch.tensor([ids])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if pixels:
+        if pixels and config.model_type == "mistral3":
+            planes = [
+                torch.from_numpy(planes_of(*each, config.spatial_merge_size))
+                for each in zip(pixels, grids, strict=True)
+            ]
+            sizes = [each.shape[1:] for each in planes]
+            inputs["image_sizes"] = torch.tensor(sizes)
+            high, wide = (max(each) for each in zip(*sizes, strict=True))
+            inputs["pixel_values"] = torch.zeros(len(planes), 3, high, wide)
+            for place, each in zip(inputs["pixel_values"], planes, strict=True):
+                place[:, : each.shape[1], : each.shape[2]] = each
+        elif pixels:
             together = torch.from_numpy(np.concatenate(pixels))
             is_tiles = config.model_type in ("idefics3", "smolvlm")
             inputs["pixel_values"] = together[None] if is_tiles else together
+        if config.model_type == "gemma3":
+            inputs["token_type_ids"] = (tokens == config.image_token_id).long()
         if config.model_type.startswith("qwen"):
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()

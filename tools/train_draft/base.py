@@ -29,7 +29,7 @@ from edgellm.export.checkpoints.vlm import is_vlm
 from edgellm.export.graph.architecture import end_ids
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.train_draft.data.float_weights import float_weights, has_own_head, require_known
-from edgellm.tools.train_draft.data.images import Picture, Pictures
+from edgellm.tools.train_draft.data.images import Picture, Pictures, is_encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,8 @@ def load_base(base_model_dir: str, device: torch.device) -> Base:
     transformers.logging.disable_progress_bar()
     checkpoint = open_checkpoint(base_model_dir)
     require_known(checkpoint)
-    if checkpoint.quant_config and is_vlm(checkpoint):
+    takes_pictures = is_vlm(checkpoint) and is_encoded(checkpoint.config["model_type"])
+    if checkpoint.quant_config and takes_pictures:
         raise UnsupportedModelError(
             f"{checkpoint.label} is a quantized vision-language model",
             hint="train with its float checkpoint",
@@ -149,7 +150,7 @@ def load_base(base_model_dir: str, device: torch.device) -> Base:
         for file, content in checkpoint.tokenizer_files.items():
             (folder / file).write_bytes(content)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    takes_pictures, dtype = is_vlm(checkpoint), compute_dtype(device)
+    dtype = compute_dtype(device)
     model = (_whole_model if takes_pictures else _text_model)(checkpoint, dtype)
     nn.Module.to(model, device)
     pictures = Pictures(model, Path(checkpoint.label)) if takes_pictures else None

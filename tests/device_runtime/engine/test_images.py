@@ -253,6 +253,32 @@ def test_image_prompts_share_passes(qwen, pictures, tmp_path):
     assert passes.count(3) > 12
 
 
+def test_a_chunk_holds_whole_images_whose_tokens_attend_to_each_other(pictures, tmp_path):
+    """Gemma 3's outputs, whatever the chunk size, alone and with others in short passes."""
+    gemma = build_vlm(tmp_path, "gemma3")
+    asked, how = [*_conversations(pictures).values()], {"sampling": GREEDY}
+    folders = {"multimodal_engine_dir": gemma.visual_engine}
+    llm = LLM(gemma.engine, **folders)
+    assert llm.manifest.prefill_rows >= llm.manifest.decoder.images.bidirectional_tokens == 16
+    whole = [one.token_ids for one in llm.generate_batch(asked, max_generate_length=12, **how)]
+    for rows in (1, 5, 20):
+        llm.kv_cache_manager.prefill_rows = rows
+        found = llm.generate_batch(asked, max_generate_length=12, **how)
+        assert [one.token_ids for one in found] == whole
+    several = Plan(
+        max_input_len=512, kv_capacity=576, threads=1, prefill="same", quantize="none",
+        max_batch_size=3, options=CpuOptions("edgellm"),
+    )  # fmt: skip
+    bundle = gemma.engine.parent / "bundle"
+    build_engine("llm", bundle, tmp_path / "several", several, "onnxruntime", lambda _: None)
+    llm = LLM(tmp_path / "several", max_stall_ms=1e-3, **folders)
+    alone = [llm.generate_batch([one], max_generate_length=12, **how)[0] for one in asked]
+    assert [one.token_ids for one in alone] == whole
+    for order in (asked, asked[::-1]):
+        found = llm.generate_batch(order, max_generate_length=12, **how)
+        assert [one.token_ids for one in found] == (whole if order is asked else whole[::-1])
+
+
 @pytest.mark.parametrize(("decoder", "encoder"), [("int8", "none"), ("int8", "fp8")])
 def test_decoder_and_encoder_precisions_are_independent(qwen, pictures, tmp_path, decoder, encoder):
     """Any pair generates, and features are those of the encoder's precision."""

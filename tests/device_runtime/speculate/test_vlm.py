@@ -34,6 +34,8 @@ PAIRS = {
     "qwen3_vl": ("qwen3_vl", EAGLE3),
     "qwen3_5": ("qwen3_5", EAGLE3),
     "qwen3_5_mtp": ("qwen3_5", "mtp"),
+    "gemma3": ("gemma3", EAGLE3),
+    "mistral3": ("mistral3", EAGLE3),
     "internvl": ("internvl", EAGLE3),
     "smolvlm_narrow_draft": ("smolvlm", NARROW),
     "qwen2_5_vl_heads": ("qwen2_5_vl", "medusa"),

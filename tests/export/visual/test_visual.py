@@ -49,6 +49,14 @@ VARIANTS = {
         {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False,
          "use_mean_pooling": False, "use_absolute_position_embeddings": False},
     ),
+    "mistral3_merge_1": _tiny(
+        "mistral3",
+        {"num_hidden_layers": 3, "hidden_act": "gelu", "rope_parameters": {"rope_theta": 100.0}},
+        spatial_merge_size=1, multimodal_projector_bias=True, projector_hidden_act="silu",
+    ),
+    "gemma3_rest": _tiny(
+        "gemma3", {"image_size": 50, "patch_size": 8, "hidden_act": "gelu"}, mm_tokens_per_image=9
+    ),
     "smolvlm_no_rest": _tiny("smolvlm", {"image_size": 32, "patch_size": 8}, scale_factor=2),
 }  # fmt: skip
 
@@ -123,7 +131,9 @@ def test_float16_graphs_are_close_to_float32(tmp_path, model_type, stored):
     [
         ("qwen2_vl", "visual.", "model.visual."),
         ("qwen3_vl", "model.visual.", "visual."),
+        ("gemma3", "vision_tower.", "model.vision_tower.vision_model."),
         ("internvl", "vision_tower.", "model.vision_tower."),
+        ("mistral3", "vision_tower.", "model.vision_tower."),
         ("smolvlm", "model.vision_model.", "vision_model."),
     ],
 )
@@ -132,7 +142,14 @@ def test_both_prefixes_of_tensors_give_the_same_bundle(tmp_path, model_type, old
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny(model_type))
     VisualModel(checkpoint, tmp_path / "one")
     rename_tensors(checkpoint, old, new)
-    other = {"internvl": "multi_modal_projector.", "smolvlm": "model.connector."}.get(model_type)
+    projector = "multi_modal_projector."
+    others = {
+        "gemma3": projector,
+        "internvl": projector,
+        "mistral3": projector,
+        "smolvlm": "model.connector.",
+    }
+    other = others.get(model_type)
     if other:
         with pytest.raises(BrokenArtifactError, match="has no tensor"):
             _export(checkpoint, tmp_path / "half")
@@ -204,6 +221,20 @@ _HUB = {
          "norm_type": "layer_norm", "layer_scale_init_value": 0.1, "use_mean_pooling": True},
         {"text_config": {"hidden_size": 896}, "downsample_ratio": 0.5}, 256,
     ),
+    "mistral3": (
+        {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
+         "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",
+         "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
+         "rope_theta": 10000.0},
+        {"text_config": {"hidden_size": 3072, "rms_norm_eps": 1e-5}, "spatial_merge_size": 2,
+         "vision_feature_layer": -1, "projector_hidden_act": "gelu"}, 96,
+    ),
+    "gemma3": (
+        {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+         "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+         "patch_size": 14, "vision_use_head": False},
+        {"text_config": {"hidden_size": 2560}, "mm_tokens_per_image": 256}, 256,
+    ),
     "idefics3": (
         {**_SIGLIP, "hidden_size": 1152, "image_size": 364, "intermediate_size": 4304,
          "max_image_size": {"longest_edge": 364}, "num_attention_heads": 16,
@@ -228,6 +259,14 @@ def test_configs_of_the_hub_are_read(model_type):
     assert (spec.tokens_per_tile or 16 * 24 // spec.merge_size**2) == tokens
     if model_type == "qwen2_5_vl":
         assert (spec.window_size, spec.patch_values) == (8, 1176)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(15, 32), (9, 32), (256, 32), (4, 3)])
+def test_pooling_of_gemma_needs_whole_blocks(tokens, size):
+    vision = ConfigReader({**visual.find("gemma3").TINY["vision_config"], "image_size": size})
+    rest = ConfigReader({"mm_tokens_per_image": tokens, "text_config": {"hidden_size": 8}})
+    with pytest.raises(UnsupportedModelError, match=f"mm_tokens_per_image = {tokens} is not a"):
+        visual.find("gemma3").Config.from_hf(vision, rest)
 
 
 _REFUSED = {
@@ -294,7 +333,7 @@ def test_text_models_and_unknown_encoders_are_rejected(tiny_checkpoint, qwen3_ch
     checkpoint.config["model_type"] = "qwen3_vl_moe"
     with pytest.raises(UnsupportedModelError, match="'qwen3_vl_moe' is not") as caught:
         export_visual(checkpoint, tmp_path / "bundle", VisualOptions())
-    assert caught.value.hint.startswith("supported: idefics3, internvl, qwen2_5_vl,")
+    assert caught.value.hint.startswith("supported: gemma3, idefics3, internvl, qwen2_5_vl,")
 
 
 def test_the_processor_goes_with_the_bundle(qwen3_checkpoint, tmp_path):

@@ -119,7 +119,7 @@ def _sources(messages: list[dict[str, Any]]) -> list[str]:
 def _open_picture(base: Base, source: str, folder: Path) -> tuple[Picture, Prepared]:
     if base.pictures is None:
         raise EdgeLLMError(
-            "the base takes text only", hint="give the folder of a vision-language model"
+            "the base takes text only", hint="give the folder of a Qwen, InternVL or SmolVLM model"
         )
     return base.pictures.prepare(source, folder)
 

@@ -25,6 +25,11 @@ class Picture:
     grid: tuple[int, int]  # Qwen: rows and columns of patches; others: of tiles
 
 
+def is_encoded(model_type: str) -> bool:
+    """Whether drafts train on images of this model; those of others train on text alone."""
+    return model_type.startswith("qwen") or model_type in ("idefics3", "internvl", "smolvlm")
+
+
 class Pictures:
     """Image preprocessing and encoding of a vision-language model."""
 
