@@ -75,7 +75,7 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 _ROPE_TRAITS = RopeTraits(rules={**RULES, "proportional": proportional})
-_OF_KV = ("k_proj", "v_proj", "k_norm", "v_norm")  # tensors that layers with shared KV ignore
+OF_KV = ("k_proj", "v_proj", "k_norm", "v_norm")  # tensors that layers with shared KV ignore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class Attention:
         self.q_norm = RMSNorm(weights / "q_norm", self.head_dim, epsilon)
         self.o_proj = Linear(weights / "o_proj", width, hidden, bias=config.o_proj_bias)
         if self.is_shared:
-            weights.drop(*(f"{name}.{part}" for name in _OF_KV for part in ("weight", "bias")))
+            weights.drop(*(f"{name}.{part}" for name in OF_KV for part in ("weight", "bias")))
             return
         self.k_proj = Linear(weights / "k_proj", hidden, kv_width, bias=bias)
         has_values = not config.has_equal_kv or kind.window is not None

@@ -83,6 +83,8 @@ def equalize_columns(
         if len(weights) < len(names) or _is_float(names, floats):
             continue
         shared = _value_heads(names, found, weights[0].shape[1], head_dim)
+        if names == (OUTPUT,) and not family.scales_values:
+            continue
         logs = -_OF_WEIGHTS * _logs(torch.cat(weights).square().mean(0), shared)
         if inputs is not None:
             logs += _OF_INPUTS * _logs(inputs[names[0]].cpu(), shared)

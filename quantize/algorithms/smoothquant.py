@@ -79,7 +79,7 @@ def smooth(
     outputs: dict[str, Tensor] = {}
     for inputs in read_inputs(model, batches, _TOKENS, family):
         weights = [found[f"{name}.weight"] for name in inputs.names]
-        shared = _value_group(inputs, found, head_dim)
+        shared = _value_group(inputs, found, head_dim) if family.scales_values else (1, 0)
         choice = _choose(inputs, torch.cat(weights), recipe.target, shared)
         for name, weight in zip(inputs.names, weights, strict=True):
             found[f"{name}.weight"] = weight * choice.scales
@@ -210,7 +210,7 @@ def fold(
     is_gated = "mlp.gate_proj.weight" in found and f"{UP}.weight" in found
     if names == (DOWN,) and is_gated:
         return _fold_rows(found, UP, scales)
-    if names == (OUTPUT,) and f"{VALUE}.weight" in found:
+    if names == (OUTPUT,) and f"{VALUE}.weight" in found and family.scales_values:
         heads, head_dim = shared
         rows = scales.view(-1, heads, head_dim)[:, 0].reshape(-1) if heads > 1 else scales
         return _fold_rows(found, VALUE, rows)

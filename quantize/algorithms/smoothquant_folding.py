@@ -44,7 +44,8 @@ def fold_smoothing(
     layer.drop_factors(except_for=(*_UP, _O_PROJ))
     for down, ups in _UP.items():
         layer.fold_into_rows(down, next((up for up in ups if layer.has(up)), None))
-    layer.fold_into_values(head_dim)
+    if family.scales_values:
+        layer.fold_into_values(head_dim)
     layer.drop_factors()
     return layer.tensors
 

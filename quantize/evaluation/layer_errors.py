@@ -92,7 +92,8 @@ class QuantizedLayer:
             if key in self.decoded:
                 _round_inputs(module, self.decoded[key], device, recipe.target)
         scheme = recipe.scheme
-        self._rest, self._folds = rest, FOLDS if scheme.is_awq or scheme.is_smoothed else ()
+        folds = FOLDS if family.scales_values else FOLDS[1:]
+        self._rest, self._folds = rest, folds if scheme.is_awq or scheme.is_smoothed else ()
         self._head_dim = head_dim
         self._family = family
         self._exported, self._kv_cache = exported, recipe.kv_cache
@@ -138,6 +139,7 @@ def compare(
     before: States,
     after: tuple[States, States],
     device: torch.device,
+    width: int,
 ) -> tuple[float, float]:
     """Return the output error and the stream error of a layer over held-out text.
 
@@ -146,12 +148,13 @@ def compare(
         before: states of the float model that enter the layer.
         after: states of the float and the quantized model after it.
         device: where to compute.
+        width: of the residual stream H; states may carry more.
     """
     local, stream = _Ratio(), _Ratio()
     pairs = zip(*(states.batches(device) for states in (before, *after)), strict=True)
-    for entering, leaving, theirs in pairs:
-        residual = entering[..., : leaving.shape[-1]]
-        local.add(quantized(entering) - leaving, leaving - residual)
+    for entering, *both in pairs:
+        residual, (leaving, theirs) = entering[..., :width], (each[..., :width] for each in both)
+        local.add(quantized(entering)[..., :width] - leaving, leaving - residual)
         own = (leaving != residual).any(-1)  # a block draft does not change the text's positions
         stream.add((theirs - leaving)[own], leaving[own])
     return local.value, stream.value

@@ -31,6 +31,11 @@ def open_float_draft(draft_dir: str, base_dir: str, ignored_keys: tuple[str, ...
         )
     check_floats(checkpoint)
     base = LanguageModel.open(base_dir, ignored_keys)
+    if base.carried is not None:
+        raise UnsupportedModelError(
+            f"{checkpoint.label}: calibration of a draft of Gemma 4 is unsupported",
+            hint="quantize its weights with llm_build --quantize int8 or int4",
+        )
     if isinstance(facts, BlockConfig):
         return BlockDraft(checkpoint=checkpoint, facts=facts.draft, base=base, blocks=facts)
     if isinstance(facts, MtpConfig):

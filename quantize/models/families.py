@@ -79,6 +79,7 @@ class Family:
     # Norms before the token mixer and, if separate, before the MLP
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     floats: tuple[str, ...] = ()  # float matrices: decay of states
+    scales_values: bool = True  # whether v_proj may be scaled: no norm follows it
 
     def attention_of(self, names: Iterable[str]) -> str:
         """Return the attention module of a layer with these tensors; "": none."""
@@ -146,6 +147,12 @@ FAMILIES = {
     "exaone4": _POST_NORM,
     "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa lacks soft-capping
     "gemma3_text": _SANDWICH,
+    "gemma4_text": Family(
+        readers={},
+        floats=("per_layer_input_gate", "per_layer_projection"),
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        scales_values=False,
+    ),
     "glm4": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}
     ),
@@ -262,10 +269,24 @@ def keep_layers(config: Any, layers: range) -> None:
     for key in _OF_LAYERS:
         if values := vars(config).get(key):
             setattr(config, key, [values[index] for index in layers])
+    _keep_shared_kv(config, layers)
     _keep_experts(config, layers)
     if depth := getattr(config, "scale_depth", None):  # divided by the root of the number of layers
         config.scale_depth = depth * (len(layers) / config.num_hidden_layers) ** 0.5
     config.num_hidden_layers = len(layers)
+
+
+def _keep_shared_kv(config: Any, layers: range) -> None:
+    """Keep sizes of heads, and no keys and values in layers that share them."""
+    if (shared := getattr(config, "num_kv_shared_layers", None)) is None:
+        return
+    sizes = ("head_dim", "num_key_value_heads")
+    own = [config.per_layer_config[layer] for layer in layers]
+    config.per_layer_config = {
+        index: {size: getattr(each, size) for size in sizes} for index, each in enumerate(own)
+    }
+    is_shared = layers.start >= config.num_hidden_layers - shared
+    config.num_kv_shared_layers = len(layers) if is_shared else 0
 
 
 def _keep_experts(config: Any, layers: range) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.vlm import TextTower, text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.models import gemma4_text
 from edgellm.export.pipeline.llm import understand
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
@@ -24,6 +26,7 @@ from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.tensors import Tensor, read_below, read_tensor
 from edgellm.quantize.metrics.divergence import Targets
 from edgellm.quantize.metrics.questions import Questions, padded_inputs, read_outputs
+from edgellm.quantize.models.carried_states import MODULES, OF_SHARED, CarriedStates
 from edgellm.quantize.models.checks import HEAD, check_model, needed_bytes
 from edgellm.quantize.models.experts import read_canonical
 from edgellm.quantize.models.families import Family, family_of, finish_logits
@@ -196,8 +199,9 @@ class LanguageModel:
         names = self.whole.tensors.infos()
         text = {self.stored_name(name) for name in self.tensors.infos()}
         others = {_module_of(name) for name in names if name not in text}
-        own = map(self.stored_name, ("lm_head", self.embedding_name.removesuffix(".weight")))
-        return (*own, *sorted(others))
+        own = ["lm_head", self.embedding_name.removesuffix(".weight")]
+        own += MODULES if self.carried is not None and self.carried.per_layer else ()
+        return (*map(self.stored_name, own), *sorted(others))
 
     def stored_name(self, name: str) -> str:
         """See `QuantizedNetwork`."""
@@ -234,28 +238,43 @@ class LanguageModel:
         tied = self.config.tie_word_embeddings or HEAD not in self.tensors.infos()
         return self.embedding_name if tied else HEAD
 
+    @cached_property
+    def carried(self) -> CarriedStates | None:
+        """Values that the hidden states carry beside the residual stream, if any."""
+        config = self.config
+        return CarriedStates(config) if isinstance(config, gemma4_text.Config) else None
+
     def layer_source(self, index: int) -> dict[str, Tensor]:
         """See `QuantizedNetwork`."""
         found = read_below(self.tensors, self.layers[index])
         found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
+        if self.carried is not None and self.carried.is_shared(index):
+            found = {name: each for name, each in found.items() if not name.startswith(OF_SHARED)}
         return read_canonical(found, self.family.experts)
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
         """See `QuantizedNetwork`."""
-        return layer_model(self.checkpoint.config, index, tensors, device)
+        model = layer_model(self.checkpoint.config, index, tensors, device)
+        return model if self.carried is None else self.carried.attach(model, index)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """Return the final norm and the head."""
         found = read_below(self.tensors, f"model.{self.family.norm}.")
         norm = {name: value.floats() for name, value in found.items()}
-        return head_model(self.checkpoint.config, norm, head, device)
+        model = head_model(self.checkpoint.config, norm, head, device)
+        return model if self.carried is None else self.carried.attach_norm(model)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
         """Return the shape of one hidden state for each token."""
         del layer  # all layers are equal
-        return (*rows.shape, self.config.hidden_size)
+        return (*rows.shape, self._width)
+
+    @property
+    def _width(self) -> int:
+        """Numbers of a hidden state."""
+        return self.config.hidden_size + (self.carried.width if self.carried is not None else 0)
 
     def prepare(self, task: Task, streams: Mapping[str, States], notify: Notify) -> None:
         """Write the token embeddings."""
@@ -267,7 +286,15 @@ class LanguageModel:
         """Yield the first layer's input [B, S, H] for token ids [samples, S], in batches."""
         found = embedded(read_tensor(self.tensors, self.embedding_name), rows, batch_rows)
         scale = self.config.embedding_scale
-        return found if scale is None else (batch * scale for batch in found)
+        if scale is not None:
+            found = (batch * scale for batch in found)
+        if self.carried is None:
+            return found
+
+        def table(name: str, rows: Ids) -> Iterator[torch.Tensor]:
+            return embedded(read_tensor(self.tensors, name), rows, batch_rows)
+
+        return self.carried.added(self.tensors, rows, found, table)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """See `QuantizedNetwork`."""
@@ -294,7 +321,7 @@ class LanguageModel:
     def states_bytes(self, calibration: Calibration) -> int:
         """Return the bytes of hidden states before and after a layer."""
         tokens = calibration.rows.size + 2 * calibration.held_out.size
-        return 2 * 4 * self.config.hidden_size * tokens
+        return 2 * 4 * self._width * tokens
 
     def new_config(self, quantization: Mapping[str, Any], *, own_head: bool) -> dict[str, Any]:
         """See `QuantizedNetwork`; a quantized head is untied."""

@@ -88,10 +88,10 @@ def _chunks(
     device: torch.device,
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
     """Yield normed states [T, H] of both models, and the right ids [T]."""
-    width, length = states[0].shape[-1], targets.shape[1]
+    length = targets.shape[1]
     row = 0
     for pair in zip(*(one.batches(device) for one in states), strict=True):
-        normed = [run_layer(norm, batch)[:, :length].reshape(-1, width) for batch in pair]
+        normed = [run_layer(norm, batch)[:, :length].flatten(0, 1) for batch in pair]
         ids = torch.from_numpy(targets[row : row + len(pair[0])].reshape(-1)).to(device)
         row += len(pair[0])
         for begin in range(0, len(ids), _TOKENS):

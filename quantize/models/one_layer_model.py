@@ -20,6 +20,7 @@ from edgellm.quantize.models.experts import hide_experts, load_experts
 from edgellm.quantize.models.families import Family, family_of, keep_layers
 
 _TINY_VOCABULARY = 8
+_OTHER_VOCABULARIES = ("vocab_size_per_layer_input",)
 LAYER = "model.layers.{}."
 
 
@@ -172,6 +173,7 @@ def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> Pr
     facts = {key: value for key, value in config.items() if key != "quantization_config"}
     facts |= {
         "vocab_size": _TINY_VOCABULARY,
+        **{key: _TINY_VOCABULARY for key in _OTHER_VOCABULARIES if key in config},
         "tie_word_embeddings": False,
         "pad_token_id": None,
         "bos_token_id": None,

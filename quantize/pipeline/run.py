@@ -196,7 +196,11 @@ def _quantize_layer(plan: Plan, index: int) -> None:
     for name in [name for name in before if name not in (CALIBRATION, FLOAT)]:
         before[name].advance(after[name], quantized, task.device)
     output, stream = compare(
-        quantized, before[FLOAT], (after[FLOAT], after[QUANTIZED]), task.device
+        quantized,
+        before[FLOAT],
+        (after[FLOAT], after[QUANTIZED]),
+        task.device,
+        subject.config.hidden_size,
     )
     bits = {name: linear.bits for name, linear in quantized.decoded.items()}
     added = 0.0
@@ -247,7 +251,10 @@ def _keep_layer(plan: Plan, index: int) -> None:
     for name in before:
         before[name].advance(after[name], lambda x: run_layer(model, x), task.device)
     streams = after[FLOAT], after[QUANTIZED]
-    output, stream = compare(lambda x: run_layer(model, x), before[FLOAT], streams, task.device)
+    width = subject.config.hidden_size
+    output, stream = compare(
+        lambda x: run_layer(model, x), before[FLOAT], streams, task.device, width
+    )
     report = LayerReport(
         index=index,
         output_error=output,

@@ -51,6 +51,7 @@ CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in OTHERS_SHOW] + [
     for kind, scheme in product(("cohere2", "gemma2", "olmo2", "phi3", "starcoder2"), WORST)
     if scheme != "int4_awq"
 ]
+CASES += [("gemma4_text", "int8_sq")]
 CASES += [("qwen3_moe", "nvfp4"), ("mixtral", "int8_sq"), ("qwen2_moe", "fp8")]
 ANSWERS = ("lfm2", "phi3")  # layers that need the whole sequence, and layers with a KV cache
 PROMPTS, TOKENS, END = ((9, 10, 50, 11), (31, 12, 80), (40, 41, 42, 43, 9)), 6, 2
@@ -63,8 +64,8 @@ def text(tmp_path_factory) -> Path:
 
 
 def test_every_architecture_is_a_family():
-    """Except gpt-oss, which is published with 4-bit experts, and Gemma 4 (shared KV)."""
-    assert {*FAMILIES} == {*models.supported()} - {"gpt_oss", "gemma4_text"}
+    """Except gpt-oss, which is published with 4-bit experts."""
+    assert {*FAMILIES} == {*models.supported()} - {"gpt_oss"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
