@@ -199,7 +199,19 @@ VisionModelDir = Annotated[
     str,
     typer.Option(
         "--model_dir",
-        help="Read this vision-language model: a Hugging Face folder or a cached hub id.",
+        help="Read this vision-language model: a Hugging Face folder, a .gguf file with its "
+        "mmproj file next to it, or a cached hub id.",
+        rich_help_panel="Model",
+    ),
+]
+
+
+Mmproj = Annotated[
+    str | None,
+    typer.Option(
+        "--mmproj",
+        help="Read the visual encoder of a .gguf model from this file, or none. Default: the "
+        "mmproj file next to the model, if it fits.",
         rich_help_panel="Model",
     ),
 ]
@@ -227,6 +239,7 @@ def llm(
     hidden_taps: HiddenTaps = "",
     draft_model_dir: BaseDraftDir = None,
     lora_dir: LoraDir = None,
+    mmproj: Mmproj = None,
     pooling: Pooling = "",
     verify: Verify = False,
     overwrite: Overwrite = False,
@@ -253,19 +266,21 @@ def llm(
         lora_dir=lora_dir,
         pooling=pooling,
     )
-    key = _key("llm", options, model_dir=model_dir, draft=draft_model_dir, lora=lora_dir)
+    inputs = {"model_dir": model_dir, "draft": draft_model_dir, "lora": lora_dir, "mmproj": mmproj}
+    key = _key("llm", options, **inputs)
     finished = is_finished(output_dir, key, overwrite=overwrite)
     if finished and not verify:
         typer.echo(finished_line(output_dir))
         return
     if finished:
         typer.echo(finished_line(output_dir))
-        checkpoint = open_checkpoint(model_dir)
+        checkpoint = open_checkpoint(model_dir, mmproj=mmproj or "")
         manifest = load_bundle(output_dir, LLM_BUNDLE)
         _compare(checkpoint, verdict, output_dir, manifest)
     else:
         with _writing() as progress:
-            checkpoint, facts = open_checkpoint(model_dir), key.facts()
+            checkpoint = open_checkpoint(model_dir, mmproj=mmproj or "")
+            facts = key.facts()
             check = partial(_compare, checkpoint, verdict) if verify else None
             manifest = export_llm(checkpoint, output_dir, options, progress, check, facts)
         _print_export(output_dir, manifest, dtype, start)
@@ -391,6 +406,7 @@ def visual(
     dtype: DType = "fp16",
     quantization: Quantization = "none",
     ignore_config_keys: IgnoredKeys = "",
+    mmproj: Mmproj = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Export the visual encoder of a vision-language model."""
@@ -400,12 +416,12 @@ def visual(
     require_choice("--quantization", quantization, ("none", "fp8", "int8"))
     start = time.perf_counter()
     options = VisualOptions(dtype, _split(ignore_config_keys), quantization)
-    key = _key("visual", options, model_dir=model_dir)
+    key = _key("visual", options, model_dir=model_dir, mmproj=mmproj)
     if is_finished(output_dir, key, overwrite=overwrite):
         typer.echo(finished_line(output_dir))
         return
     with _writing() as progress:
-        checkpoint = open_checkpoint(model_dir, tokenizer=False)
+        checkpoint = open_checkpoint(model_dir, tokenizer=False, mmproj=mmproj or "")
         manifest = export_visual(checkpoint, output_dir, options, progress, key.facts())
     spec = manifest.vision
     typer.echo(
@@ -428,8 +444,10 @@ def _key(subcommand: str, options: Any, **inputs: str | None) -> OutputKey:
     """The key of an output: the options without the paths of the inputs, and what those hold."""
     from edgellm.export.pipeline.open_checkpoint import find_path
 
-    flags = {_INPUTS.get(name, f"--{name}"): value for name, value in inputs.items()}
     given = options if isinstance(options, Mapping) else dataclasses.asdict(options)
+    if inputs.get("mmproj") == "none":  # no path
+        given = {**given, "mmproj": inputs.pop("mmproj")}
+    flags = {_INPUTS.get(name, f"--{name}"): value for name, value in inputs.items()}
     paths = {flag.removeprefix("--") for flag in flags}
     return OutputKey(
         command=f"edgellm-export {subcommand}",

@@ -73,16 +73,27 @@ def fingerprint(path: Path) -> str:
 
 
 def input_files(path: Path) -> list[Path]:
-    """An input's files, in order: all parts of a GGUF model, or the files of a folder.
+    """An input's files, in order: those of a GGUF model, or the files of a folder.
 
-    Those of a folder include the JSON files in folders that sentence-transformers numbers.
+    A GGUF model has all parts of a split, and files of visual encoders next to it. Those of a
+    folder include the JSON files in folders that sentence-transformers numbers.
     """
     if not path.is_dir():
         part = GGUF_PART.fullmatch(path.name)
         own = f"{glob.escape(part[1])}-*-of-{part[2]}.gguf" if part else glob.escape(path.name)
-        return sorted(each for each in path.parent.glob(own) if each.is_file())
+        parts = sorted(each for each in path.parent.glob(own) if each.is_file())
+        return parts + encoder_files(path) if path.suffix == ".gguf" else parts
     found = [*path.iterdir(), *path.glob("[0-9]*_*/*.json")]
     return sorted(each for each in found if each.is_file() and not each.name.startswith("."))
+
+
+def encoder_files(path: Path) -> list[Path]:
+    """Files next to a GGUF file whose name says that they hold a visual encoder (llama.cpp)."""
+    return sorted(
+        each
+        for each in path.parent.glob("*.gguf")
+        if "mmproj" in each.name.lower() and each.is_file() and each != path
+    )
 
 
 def _folder(path: Path) -> Path:

@@ -52,23 +52,30 @@ def open_draft(model_dir: str) -> Checkpoint:
     return _open_folder(folder, tokenizer=False, is_draft=True)
 
 
-def open_checkpoint(model_dir: str, *, tokenizer: bool = True) -> Checkpoint:
+def open_checkpoint(model_dir: str, *, tokenizer: bool = True, mmproj: str = "") -> Checkpoint:
     """Open a local folder, a GGUF file, or the id of a model that the hub cache already holds.
 
     Args:
         model_dir: folder, file or id.
         tokenizer: false for a checkpoint that needs none.
+        mmproj: see `open_gguf`.
 
     Raises:
-        EdgeLLMError: missing, not a checkpoint, or damaged.
+        EdgeLLMError: missing, not a checkpoint, or damaged; an encoder's file for a folder.
     """
     path = Path(model_dir).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if mmproj and not is_gguf:
+        raise EdgeLLMError(
+            f"--mmproj goes with a .gguf file, not with {model_dir}",
+            hint="leave it out: a folder has its own encoder",
+        )
+    if is_gguf:
         from edgellm.export.checkpoints.gguf.gguf_checkpoint import (
             open_gguf,  # imports the optional package gguf
         )
 
-        return open_gguf(path)
+        return open_gguf(path, mmproj)
     if path.is_dir():
         return _open_folder(path, tokenizer=tokenizer)
     if path.exists():

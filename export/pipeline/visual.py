@@ -118,7 +118,8 @@ def read_encoder(checkpoint: Checkpoint, options: VisualOptions) -> tuple[Module
     if vision_config is None:
         raise UnsupportedModelError(
             f"{checkpoint.label} is a text-only model ({model_type}): it has no visual encoder",
-            hint="edgellm-export llm exports it",
+            hint="edgellm-export llm exports it; the encoder of a .gguf model is a file that "
+            "--mmproj names",
         )
     encoder = visual.find(model_type)
     vision = ConfigReader(vision_config)

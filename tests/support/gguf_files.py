@@ -105,13 +105,15 @@ def _in_one_format(quantization: str) -> Encode:
     return lambda _name, array: (gguf.quantize(array, kind), kind)
 
 
-def write_words(writer: Any, vocab_size: int) -> None:
-    """Write a tokenizer of words, with a single merge."""
+def write_words(writer: Any, vocab_size: int, names: Mapping[int, str] | None = None) -> None:
+    """Write a tokenizer of words, with a single merge; `names`: of some control tokens."""
+    named = dict(names or {})
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     words = WORDS + [f"w{i}" for i in range(len(WORDS), vocab_size - 2)]
-    writer.add_token_list([*words, "w", "9"])
-    writer.add_token_types([3 if i in (1, 2) else 1 for i in range(vocab_size)])
+    tokens = [*words, "w", "9"]
+    writer.add_token_list([named.get(i, token) for i, token in enumerate(tokens)])
+    writer.add_token_types([3 if i in (1, 2, *named) else 1 for i in range(vocab_size)])
     writer.add_token_merges(["w 9"])
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)

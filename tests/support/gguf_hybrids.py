@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf_mamba
@@ -68,7 +68,13 @@ HYBRIDS: dict[str, tuple[str, Facts]] = {
 
 
 def write_hybrid(
-    path: Path, arch: str, folder: Path, encode: Encode | None = None, **extra: object
+    path: Path,
+    arch: str,
+    folder: Path,
+    encode: Encode | None = None,
+    names: Mapping[int, str] | None = None,
+    title: str = "",
+    **extra: object,
 ) -> None:
     """Write a checkpoint of float32.
 
@@ -77,12 +83,15 @@ def write_hybrid(
         arch: llama.cpp's name of the architecture.
         folder: with config.json and one file of weights.
         encode: gives rows and type of each matrix; None is F32.
+        names: of some control tokens.
+        title: `general.name`.
         extra: keys of the architecture, dots as two underscores.
     """
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
+    writer.add_name(title)
     layers = config["num_hidden_layers"] = (
         len(config.get("layers_block_type") or ()) or config["num_hidden_layers"]
     )
@@ -95,7 +104,7 @@ def write_hybrid(
         if kind == gguf.GGUFValueType.INT32:
             kind = gguf.GGUFValueType.UINT32  # as llama.cpp requires
         writer.add_key_value(f"{arch}.{key}", value, kind)
-    write_words(writer, config["vocab_size"])
+    write_words(writer, config["vocab_size"], names)
     for name, array in tensors(arch, folder, config):
         if encode is not None and is_matrix(name, array):
             rows, kind = encode(name, array)
@@ -189,7 +198,8 @@ def _delta_facts(config: Facts) -> Facts:
 
 
 def _qwen35_facts(config: Facts) -> Facts:
-    found = {**_delta_facts(config), "rope.dimension_sections": [11, 11, 10, 0]}
+    sections = (config.get("rope_parameters") or {}).get("mrope_section", [11, 11, 10])
+    found = {**_delta_facts(config), "rope.dimension_sections": [*sections, 0]}
     if (predicted := config.get("mtp_num_hidden_layers", 0)) > 0:
         found |= {"nextn_predict_layers": predicted}
         found |= {"block_count": config["num_hidden_layers"] + predicted}

@@ -218,6 +218,14 @@ def _granitemoe(config: Facts) -> Facts:
     }
 
 
+def _three_axes(config: Facts) -> Facts:
+    sections = [*config["rope_parameters"]["mrope_section"], 0]
+    found = {**_rope(config), "rope.dimension_sections": sections}
+    if "levels" in config:  # of DeepStack, by the whole model's config
+        found["n_deepstack_layers"] = config["levels"]
+    return found
+
+
 FACTS: dict[str, Callable[[Facts], Facts]] = {
     "mistral3": _mistral3,
     "glm4": _glm4,
@@ -234,6 +242,9 @@ FACTS: dict[str, Callable[[Facts], Facts]] = {
     "olmoe": _plain,
     "granitemoe": _granitemoe,
     "llama": _llama,
+    "qwen2": _plain,
+    "qwen2vl": _three_axes,
+    "qwen3vl": _three_axes,
 }
 
 

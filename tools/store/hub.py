@@ -67,6 +67,8 @@ def download(reference: str) -> Download:
         info = HfApi().model_info(repository, files_metadata=True)
         sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
         names = choose(reference, sizes, precision)
+        architecture = (info.gguf or {}).get("architecture", "")
+        names += encoder_of(names[0], sizes, architecture)
         folder = _complete(info, names)
         if folder is None:
             cache = _cache()
@@ -148,6 +150,32 @@ def _modules(names: Collection[str]) -> list[str]:
     return sorted(found - doubled)
 
 
+def encoder_of(model: str, names: Collection[str], architecture: str = "") -> list[str]:
+    """The file of a GGUF model's visual encoder, if its folder has one: half precision first.
+
+    Args:
+        model: the chosen file.
+        names: all files of the repository.
+        architecture: llama.cpp's, by the hub; "": unknown.
+    """
+    place, _, title = model.rpartition("/")
+    found = [
+        name
+        for name in sorted(names)
+        if name.rpartition("/")[0] == place
+        and name.endswith(".gguf")
+        and "mmproj" in name.lower()
+        and name != model
+    ]
+    if not title.endswith(".gguf") or not found:
+        return []
+    from edgellm.export.checkpoints.gguf.projector import languages, precision_rank
+
+    if architecture and architecture not in languages():
+        return []  # of an unsupported encoder
+    return [min(found, key=precision_rank)]
+
+
 def _cache() -> Path:
     """The hub's cache, or one in a private folder if the user's home cannot be written."""
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -212,6 +240,7 @@ def _cached(reference: str, error: Exception) -> Download:
         folder = place / "snapshots" / (place / "refs" / "main").read_text("utf-8")
         cached = [each.relative_to(folder).as_posix() for each in folder.rglob("*")]
         names = choose(reference, cached, precision)
+        names += encoder_of(names[0], cached)
     except (OSError, UnsupportedModelError):
         raise EdgeLLMError(
             f"{why}, and the hub's cache lacks {reference}",
@@ -223,7 +252,8 @@ def _cached(reference: str, error: Exception) -> Download:
 def _found(folder: Path, repository: str, names: list[str]) -> Download:
     revision = folder.name  # of a snapshot: its commit
     is_gguf = names[0].endswith(".gguf")
-    main = f":{names[0]}" if is_gguf else ""
+    main = ":".join(["", *(name for name in names if "mmproj" in name.lower())])
+    main = f":{names[0]}{main}" if is_gguf else ""
     return Download(folder / names[0] if is_gguf else folder, f"{repository}@{revision}{main}")
 
 

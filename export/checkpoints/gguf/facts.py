@@ -195,6 +195,20 @@ def long_rope(facts: Facts) -> Config:
     return found if scale is None else {**found, "attention_factor": scale}
 
 
+def three_axes(facts: Facts) -> Config:
+    """M-RoPE parameters; a file has four sections, the last of which is empty.
+
+    Raises:
+        BrokenArtifactError: missing, or not such a list.
+    """
+    sections = facts.get("rope.dimension_sections")
+    if not isinstance(sections, list) or len(sections) < 3 or any(sections[3:]):
+        raise BrokenArtifactError(
+            f"GGUF {facts.architecture}.rope.dimension_sections = {sections} are not three sections"
+        )
+    return {"mrope_section": sections[:3]}
+
+
 def of_type(model_type: str) -> Callable[[Facts], Config]:
     """The reader of a family without further keys."""
     return lambda _: {"model_type": model_type}

@@ -21,6 +21,7 @@ from edgellm.export.checkpoints.gguf.facts import (
     experts,
     long_rope,
     of_type,
+    three_axes,
     windows,
 )
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
@@ -223,10 +224,21 @@ def _gpt_oss(facts: Facts) -> Config:
     }
 
 
+def _qwen2vl(facts: Facts) -> Config:
+    return {"model_type": "qwen2", "rope_parameters": three_axes(facts)}
+
+
+def _qwen3vl(facts: Facts) -> Config:
+    facts.skip("n_deepstack_layers")  # the encoder has them
+    return {"model_type": "qwen3", "rope_parameters": three_axes(facts)}
+
+
 _SANDWICH = {"ffn_norm": "pre_feedforward_layernorm"}
 FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(read=of_type("qwen2")),
+    "qwen2vl": Family(read=_qwen2vl),
     "qwen3": Family(read=of_type("qwen3")),
+    "qwen3vl": Family(read=_qwen3vl),
     "gemma2": Family(read=_gemma2, names=_SANDWICH, norm_shift=1.0),
     "gemma3": Family(read=_gemma3, names=_SANDWICH, norm_shift=1.0),
     "gpt-oss": Family(

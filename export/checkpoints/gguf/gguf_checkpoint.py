@@ -22,7 +22,14 @@ from edgellm.core.errors import (
 from edgellm.export.checkpoints.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
 from edgellm.export.checkpoints.gguf.facts import Facts, Family
 from edgellm.export.checkpoints.gguf.families import FAMILIES, read_config
-from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, read_gguf
+from edgellm.export.checkpoints.gguf.projector import (
+    ENCODER,
+    NO_ENCODER,
+    Text,
+    find_encoder,
+    with_encoder,
+)
+from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, decoded, read_gguf
 from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer, end_ids
 from edgellm.export.checkpoints.quantized.gguf import FORMS, MXFP4
 from edgellm.export.checkpoints.weights import as_bytes
@@ -125,7 +132,7 @@ class GGUFTensors:
         """Rows of floats with the converter's changes reverted."""
         values: NDArray[Any] = rows
         if dtype != tensor.kind:
-            values = _decoded(rows, tensor.kind)
+            values = decoded(rows, tensor.kind)
         if (find := self._orders.columns.get(_stem(tensor))) is not None:
             values = values.view(np.uint32 if dtype == "F32" else np.uint16)[:, find()]
         if not self._is_changed(tensor):
@@ -166,33 +173,43 @@ def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (math.prod(shape),) if is_vector else shape
 
 
-def _decoded(rows: np.ndarray, kind: str) -> np.ndarray:
-    """Blocks as float32."""
-    from gguf import GGMLQuantizationType, dequantize
+def open_gguf(path: Path, mmproj: str = "") -> Checkpoint:
+    """Read a GGUF file, and the visual encoder's file if there is one.
 
-    try:
-        return dequantize(rows, GGMLQuantizationType[kind])
-    except NotImplementedError:
-        raise UnsupportedModelError(
-            f"the GGUF file has tensors of type {kind}, which the package gguf does not decode",
-            hint="quantize the model again to another type, as Q8_0 or Q4_K_M",
-        ) from None
-
-
-def open_gguf(path: Path) -> Checkpoint:
-    """Read a GGUF file.
+    Args:
+        path: of the language model.
+        mmproj: path of the encoder; "": the one next to the model, if any; "none": none.
 
     Raises:
         BrokenArtifactError: not a GGUF file, truncated, or without required metadata.
-        UnsupportedModelError: another architecture or tokenizer.
+        UnsupportedModelError: another architecture or tokenizer, or an encoder of another model.
     """
+    file = _read(path)
+    checkpoint = _language_model(path, file)
+    if mmproj == NO_ENCODER:
+        return checkpoint
+    architecture = file.metadata["general.architecture"]
+    text = Text(path=path, architecture=architecture, metadata=file.metadata, checkpoint=checkpoint)
+    encoder = Path(mmproj).expanduser() if mmproj else find_encoder(text)
+    return checkpoint if encoder is None else with_encoder(text, encoder)
+
+
+def _read(path: Path) -> GGUFFile:
     try:
-        file = read_gguf(path)
+        return read_gguf(path)
     except (ValueError, OverflowError) as error:
         raise BrokenArtifactError(
             f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
         ) from None
+
+
+def _language_model(path: Path, file: GGUFFile) -> Checkpoint:
     metadata = file.metadata
+    if metadata.get("general.architecture") == ENCODER:
+        raise UnsupportedModelError(
+            f"{path} is a visual encoder without its language model",
+            hint="give the language model's .gguf file; the encoder is found next to it",
+        )
     try:
         facts = Facts(
             metadata=metadata,

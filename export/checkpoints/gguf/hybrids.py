@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts
+from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts, three_axes
 from edgellm.export.checkpoints.gguf.permutations import interleaved, tiled
 from edgellm.export.config.layer_types import CONV, EXPERTS, FULL, LINEAR, NETWORK
 from edgellm.export.config.layer_types import LINEAR as MAMBA
@@ -72,8 +72,8 @@ def _delta_net(facts: Facts) -> Config:
     interval = facts.get("full_attention_interval", _INTERVAL)
     usual = [bool((at + 1) % interval) for at in range(layers)]
     recurs = facts.get("attention.recurrent_layers", usual)
-    facts.skip("rope.dimension_sections")  # a text's positions are the same on all axes
     rotary_dim = facts.get("rope.dimension_count", head_dim)
+    axes = three_axes(facts) if facts.get("rope.dimension_sections", None) else {}
     return {
         "num_hidden_layers": layers,
         "mtp_num_hidden_layers": predicted,
@@ -83,7 +83,7 @@ def _delta_net(facts: Facts) -> Config:
         "linear_key_head_dim": facts.get("ssm.state_size"),
         "linear_value_head_dim": facts.get("ssm.inner_size") // values,
         "linear_conv_kernel_dim": facts.get("ssm.conv_kernel"),
-        "rope_parameters": {"partial_rotary_factor": rotary_dim / head_dim},
+        "rope_parameters": {"partial_rotary_factor": rotary_dim / head_dim, **axes},
     }
 
 

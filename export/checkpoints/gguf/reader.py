@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.core.errors import UnsupportedModelError
+
 _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
@@ -68,6 +70,23 @@ def read_gguf(path: Path) -> GGUFFile:
     file = _read_one(path)
     count = file.metadata.get(f"{_SPLIT}.count", 0)
     return file if count in (0, 1) else _joined(path, count)
+
+
+def decoded(rows: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
+    """Blocks as float32.
+
+    Raises:
+        UnsupportedModelError: the package gguf does not decode the type.
+    """
+    from gguf import GGMLQuantizationType, dequantize
+
+    try:
+        return dequantize(rows, GGMLQuantizationType[kind])
+    except NotImplementedError:
+        raise UnsupportedModelError(
+            f"the GGUF file has tensors of type {kind}, which the package gguf does not decode",
+            hint="quantize the model again to another type, as Q8_0 or Q4_K_M",
+        ) from None
 
 
 def is_split(path: Path) -> bool:

@@ -15,7 +15,7 @@ from local_hub import serve_hub
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.tools.store import hub as hub_module
-from edgellm.tools.store.hub import choose, is_id
+from edgellm.tools.store.hub import choose, encoder_of, is_id
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 TEXTS = ["config.json", "merges.txt", "tokenizer.json", "tokenizer.model"]
@@ -177,10 +177,30 @@ def test_without_a_connection_the_cache_answers_or_one_line_does(edgellm, tmp_pa
     assert not list((tmp_path / "edgellm").rglob("*.partial-*"))
 
 
+@pytest.mark.parametrize(
+    ("model", "names", "architecture", "found"),
+    [
+        (
+            "m-Q4_0.gguf",
+            ["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf"],
+            "qwen2vl",
+            ["mmproj-F16.gguf"],
+        ),
+        ("m-Q4_0.gguf", ["m-mmproj-Q8_0.gguf", "mmproj-other.gguf"], "", ["m-mmproj-Q8_0.gguf"]),
+        ("m-Q4_0.gguf", ["mmproj-F16.gguf"], "gemma3", []),
+        ("q/m-Q4_0.gguf", ["mmproj-F16.gguf"], "qwen2vl", []),
+        ("m.safetensors", ["mmproj-F16.gguf"], "", []),
+    ],
+)
+def test_the_encoder_of_a_gguf_model_is_fetched_too(model, names, architecture, found):
+    assert encoder_of(model, [model, *names], architecture) == found
+
+
 @pytest.mark.parametrize("name", ["m-Q4_0.gguf", "Q4_0/m-Q4_0.gguf"])
 @pytest.mark.parametrize("precision", ["", ":Q4_0"])
 def test_without_a_connection_a_gguf_file_of_the_cache_is_found(hub, tmp_path, name, precision):
-    hub.add("owner/quantized", {name: b"GGUF", "README.md": b""})
+    mmproj = name.replace("m-Q4_0", "mmproj-F16")
+    hub.add("owner/quantized", {name: b"GGUF", mmproj: b"GGUF", "README.md": b""})
     code = (
         "from edgellm.tools.store.hub import download\n"
         "from huggingface_hub import constants\n"
@@ -192,3 +212,4 @@ def test_without_a_connection_a_gguf_file_of_the_cache_is_found(hub, tmp_path, n
     environment = {**os.environ, **hub.environment(tmp_path)}
     path = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
     assert path.strip().endswith(f"/{name}")
+    assert Path(path.strip()).with_name(Path(mmproj).name).exists()

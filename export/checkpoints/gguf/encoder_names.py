@@ -1,0 +1,91 @@
+"""Names of the tensors of visual encoders, llama.cpp's to Hugging Face's.
+
+Source: llama.cpp's `gguf-py/gguf/tensor_mapping.py` and `conversion/*.py` (qwenvl, qwen3vl,
+smolvlm, internvl).
+"""
+
+from __future__ import annotations
+
+from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames
+
+_VISUAL, _SIGLIP = "model.visual", "model.vision_model"
+_TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
+_QWEN_BLOCK = {"attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
+_PATCHES = {"v.patch_embd": f"{_VISUAL}.patch_embed.proj"}
+_MERGER = {
+    "v.post_ln": f"{_VISUAL}.merger.ln_q",
+    "mm.0": f"{_VISUAL}.merger.mlp.0",
+    "mm.2": f"{_VISUAL}.merger.mlp.2",
+}
+QWEN2 = EncoderNames(
+    root=_VISUAL,
+    blocks="blocks",
+    block={**_QWEN_BLOCK, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    tensors={**_PATCHES, **_MERGER},
+    qkv="attn.qkv",
+)
+QWEN2_5 = EncoderNames(
+    root=_VISUAL,
+    blocks="blocks",
+    block={**_QWEN_BLOCK, **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}},
+    tensors={**_PATCHES, **_MERGER},
+    qkv="attn.qkv",
+)
+QWEN3 = EncoderNames(
+    root=_VISUAL,
+    blocks="blocks",
+    block={**_QWEN_BLOCK, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+    tensors={
+        **_PATCHES,
+        "v.position_embd": f"{_VISUAL}.pos_embed",
+        "v.post_ln": f"{_VISUAL}.merger.norm",
+        "mm.0": f"{_VISUAL}.merger.linear_fc1",
+        "mm.2": f"{_VISUAL}.merger.linear_fc2",
+    },
+    qkv="attn.qkv",
+    deepstack={"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
+    may_swap=False,
+)
+IDEFICS3 = EncoderNames(
+    root=_SIGLIP,
+    blocks="encoder.layers",
+    block={
+        **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+        "attn_out": "self_attn.out_proj",
+        "ln1": "layer_norm1",
+        "ln2": "layer_norm2",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
+    tensors={
+        "v.patch_embd": f"{_SIGLIP}.embeddings.patch_embedding",
+        "v.position_embd": f"{_SIGLIP}.embeddings.position_embedding",
+        "v.post_ln": f"{_SIGLIP}.post_layernorm",
+        "mm.model.fc": "model.connector.modality_projection.proj",
+    },
+)
+INTERNVL = EncoderNames(
+    root=_TOWER,
+    blocks="encoder.layer",
+    block={
+        **{f"attn_{part}": f"attention.{part}_proj" for part in "qkv"},
+        **{f"attn_{part}_norm": f"attention.{part}_norm" for part in "qk"},
+        "attn_out": "attention.projection_layer",
+        "ln1": "layernorm_before",
+        "ln2": "layernorm_after",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
+    parameters={"ls1": "lambda_1", "ls2": "lambda_2"},
+    tensors={
+        "v.class_embd": f"{_TOWER}.embeddings.cls_token",
+        "v.patch_embd": f"{_TOWER}.embeddings.patch_embeddings.projection",
+        "v.position_embd.weight": f"{_TOWER}.embeddings.position_embeddings",
+        "v.post_ln": f"{_TOWER}.layernorm",
+        "mm.model.mlp.0": f"{_PROJECTOR}.layer_norm",
+        "mm.model.mlp.1": f"{_PROJECTOR}.linear_1",
+        "mm.model.mlp.3": f"{_PROJECTOR}.linear_2",
+    },
+    ranks={"v.class_embd": 3, "v.position_embd.weight": 3},
+    may_swap=False,
+)

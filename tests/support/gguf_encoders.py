@@ -1,0 +1,299 @@
+"""GGUF files of tiny vision-language models: the language model's and the encoder's (mmproj).
+
+Source: llama.cpp's `conversion/*.py` (base, qwenvl, qwen3vl, smolvlm, internvl).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf_hybrids import write_hybrid
+from gguf_mamba import Facts, Tensors
+from safetensors.numpy import load_file, save_file
+
+Encode = Callable[[str, np.ndarray], tuple[np.ndarray, Any] | None]
+_QWEN = {90: "<|image_pad|>", 91: "<|video_pad|>", 92: "<|vision_start|>", 93: "<|vision_end|>"}
+# Projector type, architecture of the language model, and names of tokens.
+ENCODERS: dict[str, tuple[str, str, dict[int, str]]] = {
+    "qwen2_vl": ("qwen2vl_merger", "qwen2vl", _QWEN),
+    "qwen2_5_vl": ("qwen2.5vl_merger", "qwen2vl", _QWEN),
+    "qwen3_vl": ("qwen3vl_merger", "qwen3vl", _QWEN),
+    "qwen3_5": ("qwen3vl_merger", "qwen35", _QWEN),
+    "qwen3_5_moe": ("qwen3vl_merger", "qwen35moe", _QWEN),
+    "idefics3": ("idefics3", "llama", {90: "<image>"}),
+    "smolvlm": ("idefics3", "llama", {90: "<image>"}),
+    "internvl": ("internvl", "qwen2", {90: "<IMG_CONTEXT>"}),
+}
+_TEXT = ("model.language_model.", "model.text_model.", "language_model.model.")
+_PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
+
+
+def write_vlm(
+    folder: Path, checkpoint: Path, *, text: Facts | None = None, encode: Encode | None = None
+) -> Path:
+    """Write both files of a model into a folder: `model.gguf`, which is returned, and its mmproj.
+
+    Args:
+        folder: of the files.
+        checkpoint: of Hugging Face, in one file.
+        text: further keys of the language model's file, with their dots as two underscores.
+        encode: gives rows and type of an encoder's tensor, None: as it is.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    kind, arch, names = ENCODERS[config["model_type"]]
+    own = folder / "text"
+    own.mkdir(parents=True)
+    inner = dict(config["text_config"])
+    inner.setdefault("head_dim", None)
+    if arch == "qwen3vl":
+        inner["levels"] = len(config["vision_config"]["deepstack_visual_indexes"])
+    (own / "config.json").write_text(json.dumps(inner))
+    tensors = load_file(checkpoint / "model.safetensors")
+    save_file(dict(_of_text(tensors)), own / "model.safetensors")
+    path = folder / "model.gguf"
+    title = "SmolVLM2 Tiny" if config["model_type"] == "smolvlm" else ""
+    write_hybrid(path, arch, own, names=names, title=title, **(text or {}))
+    write_encoder(folder / "mmproj-model-f32.gguf", kind, checkpoint, encode)
+    return path
+
+
+def _of_text(tensors: dict[str, np.ndarray]) -> Tensors:
+    for name, array in tensors.items():
+        prefix = next((each for each in _TEXT if name.startswith(each)), None)
+        if prefix is not None:
+            yield f"model.{name.removeprefix(prefix)}", array
+        elif name.removeprefix("language_model.").startswith(_PLAIN):
+            yield name.removeprefix("language_model."), array
+
+
+def write_encoder(
+    path: Path,
+    kind: str,
+    checkpoint: Path,
+    encode: Encode | None = None,
+    more: Facts | None = None,
+) -> None:
+    """Write the encoder's file of a checkpoint.
+
+    Args:
+        path: of the file.
+        kind: projector type.
+        checkpoint: see `write_vlm`.
+        encode: see `write_vlm`.
+        more: further keys.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    image = json.loads((checkpoint / "preprocessor_config.json").read_text())
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    writer.add_string("clip.projector_type", kind)
+    facts = {**_facts(config, image), **_OWN[kind](config, image), **(more or {})}
+    for key, value in facts.items():
+        named = gguf.GGUFValueType.get_type(value)
+        if named == gguf.GGUFValueType.INT32:
+            named = gguf.GGUFValueType.UINT32
+        writer.add_key_value(f"clip.{key}", value, named)
+    for name, array in load_file(checkpoint / "model.safetensors").items():
+        for own, converted in _CONVERT[kind](name.removeprefix("model."), array, config):
+            array = np.ascontiguousarray(converted, np.float32)
+            found = None if encode is None else encode(own, array)
+            if found is None:
+                writer.add_tensor(own, array)
+            else:
+                writer.add_tensor(own, found[0], raw_dtype=found[1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _facts(config: Facts, image: Facts) -> Facts:
+    """Keys that the base class of all encoders writes."""
+    vision = config["vision_config"]
+    return {
+        "has_vision_encoder": True,
+        "vision.projection_dim": config["text_config"]["hidden_size"],
+        "vision.image_size": np.max(vision.get("image_size", 560)).item(),
+        "vision.patch_size": np.max(vision["patch_size"]).item(),
+        "vision.embedding_length": vision.get("embed_dim", vision["hidden_size"]),
+        "vision.feed_forward_length": vision.get("intermediate_size", vision["hidden_size"]),
+        "vision.block_count": vision.get("depth", vision.get("num_hidden_layers")),
+        "vision.attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
+        "vision.image_mean": image["image_mean"],
+        "vision.image_std": image["image_std"],
+    }
+
+
+def _qwen2(config: Facts, image: Facts) -> Facts:
+    del config, image
+    return {"vision.attention.layer_norm_epsilon": 1e-6}
+
+
+def _qwen2_5(config: Facts, image: Facts) -> Facts:
+    period = config["vision_config"]["fullatt_block_indexes"][0] + 1
+    return {**_qwen2(config, image), "use_silu": True, "vision.n_wa_pattern": period}
+
+
+def _qwen3(config: Facts, image: Facts) -> Facts:
+    del image
+    vision = config["vision_config"]
+    levels = vision.get("deepstack_visual_indexes", [])
+    side = round(vision["num_position_embeddings"] ** 0.5)
+    return {
+        "use_gelu": True,
+        "vision.image_size": side * vision["patch_size"],
+        "vision.spatial_merge_size": vision["spatial_merge_size"],
+        "vision.attention.layer_norm_epsilon": config["text_config"].get("rms_norm_eps", 1e-6),
+        "vision.is_deepstack_layers": [index in levels for index in range(vision["depth"])],
+    }
+
+
+def _idefics3(config: Facts, image: Facts) -> Facts:
+    return {
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": config["vision_config"].get("layer_norm_eps", 1e-5),
+        "vision.projector.scale_factor": config["scale_factor"],
+        "vision.preproc_image_size": image["size"]["longest_edge"],
+    }
+
+
+def _internvl(config: Facts, image: Facts) -> Facts:
+    del image
+    return {
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": config["vision_config"]["layer_norm_eps"],
+        "vision.projector.scale_factor": int(1 / config["downsample_ratio"]),
+    }
+
+
+_OWN: dict[str, Callable[[Facts, Facts], Facts]] = {
+    "qwen2vl_merger": _qwen2,
+    "qwen2.5vl_merger": _qwen2_5,
+    "qwen3vl_merger": _qwen3,
+    "idefics3": _idefics3,
+    "internvl": _internvl,
+}
+
+
+def _qwen_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    if not name.startswith("visual."):
+        return
+    own = name.removeprefix("visual.")
+    stem, _, kind = own.rpartition(".")
+    if own == "patch_embed.proj.weight":
+        yield "v.patch_embd.weight", array[:, :, 0]
+        yield "v.patch_embd.weight.1", array[:, :, 1]
+    elif stem.endswith("attn.qkv") and config["model_type"].startswith("qwen2"):
+        for part, rows in zip("qkv", np.split(array, 3), strict=True):
+            yield f"v.blk.{own.split('.')[1]}.attn_{part}.{kind}", rows
+    elif own.startswith("blocks."):
+        _, index, module = stem.split(".", 2)
+        yield f"v.blk.{index}.{_BLOCK[module]}.{kind}", array
+    elif own.startswith("deepstack_merger_list."):
+        _, level, module = stem.split(".")
+        block = config["vision_config"]["deepstack_visual_indexes"][int(level)]
+        yield f"v.deepstack.{block}.{module.replace('linear_', '')}.{kind}", array
+    else:
+        yield f"{_QWEN_MODULES[stem]}.{kind}", array
+
+
+_BLOCK = {
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_out",
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.linear_fc1": "ffn_up",
+    "mlp.linear_fc2": "ffn_down",
+}
+_QWEN_MODULES = {
+    "patch_embed.proj": "v.patch_embd",
+    "pos_embed": "v.position_embd",
+    "merger.ln_q": "v.post_ln",
+    "merger.norm": "v.post_ln",
+    "merger.mlp.0": "mm.0",
+    "merger.mlp.2": "mm.2",
+    "merger.linear_fc1": "mm.0",
+    "merger.linear_fc2": "mm.2",
+}
+_SIGLIP = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+_SIGLIP_MODULES = {
+    "vision_model.embeddings.patch_embedding": "v.patch_embd",
+    "vision_model.embeddings.position_embedding": "v.position_embd",
+    "vision_model.post_layernorm": "v.post_ln",
+    "connector.modality_projection.proj": "mm.model.fc",
+}
+_INTERN = {
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.projection_layer": "attn_out",
+    "layernorm_before": "ln1",
+    "layernorm_after": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+_INTERN_MODULES = {
+    "vision_tower.embeddings.patch_embeddings.projection": "v.patch_embd",
+    "vision_tower.layernorm": "v.post_ln",
+    "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+    "multi_modal_projector.linear_1": "mm.model.mlp.1",
+    "multi_modal_projector.linear_2": "mm.model.mlp.3",
+}
+
+
+def _siglip_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    del config
+    stem, _, kind = name.rpartition(".")
+    if name.startswith("vision_model.encoder.layers."):
+        index, module = stem.split(".", 4)[3:]
+        yield f"v.blk.{index}.{_SIGLIP[module]}.{kind}", array
+    elif stem in _SIGLIP_MODULES:
+        yield f"{_SIGLIP_MODULES[stem]}.{kind}", array
+
+
+def _intern_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    del config
+    stem, _, kind = name.rpartition(".")
+    if name.startswith("vision_tower.encoder.layer."):
+        index, module = name.split(".", 4)[3:]
+        if module.startswith("lambda_"):
+            yield f"v.blk.{index}.ls{module[-1]}.weight", array
+        else:
+            module, _, kind = module.rpartition(".")
+            yield f"v.blk.{index}.{_INTERN[module]}.{kind}", array
+    elif name == "vision_tower.embeddings.cls_token":
+        yield "v.class_embd", array
+    elif name == "vision_tower.embeddings.position_embeddings":
+        yield "v.position_embd.weight", array
+    elif stem in _INTERN_MODULES:
+        yield f"{_INTERN_MODULES[stem]}.{kind}", array
+
+
+_CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
+    "qwen2vl_merger": _qwen_tensors,
+    "qwen2.5vl_merger": _qwen_tensors,
+    "qwen3vl_merger": _qwen_tensors,
+    "idefics3": _siglip_tensors,
+    "internvl": _intern_tensors,
+}
