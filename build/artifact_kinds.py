@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from edgellm.core.manifest import (
     load_bundle,
     load_engine,
 )
+from edgellm.core.model_spec import POOLER_FILE
 from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -67,6 +68,21 @@ def read_bundle(product: str, source: Path, plan: Plan) -> Bundle:
     return bundle
 
 
+def fitted(product: str, source: Path, plan: Plan) -> Plan:
+    """The plan with the limits of an encoder: its KV cache holds one text, of any length.
+
+    Raises:
+        BrokenArtifactError: as `load_bundle`.
+    """
+    if product != LLM:
+        return plan
+    decoder = load_bundle(source, LLM_BUNDLE).decoder
+    if decoder.is_causal:
+        return plan
+    longest = min(plan.max_input_len, decoder.max_positions)
+    return replace(plan, max_input_len=longest, kv_capacity=longest)
+
+
 def look_at(source: Path, files: dict[str, FileRecord]) -> None:
     """Check that all files exist, and the hashes of the graphs, which are small.
 
@@ -93,6 +109,8 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
             "--maxLoraRank: models with recurrent layers take merged adapters only",
             hint="edgellm-export llm --lora_dir, and leave --maxLoraRank out",
         )
+    if plan.max_lora_rank and not bundle.decoder.is_causal:
+        raise EdgeLLMError("--maxLoraRank: an encoder takes no adapters", hint="leave it out")
     if plan.max_lora_rank and bundle.decoder.rotation:
         raise EdgeLLMError(
             f"--maxLoraRank: the residual stream of {source} was rotated, that of adapters was not",
@@ -243,7 +261,7 @@ PRODUCTS = {
         require=_require_base,
         suits=_suits_its_draft,
         limits=_base_limits,
-        files=TOKENIZER_FILES,
+        files=(*TOKENIZER_FILES, POOLER_FILE),
         options=("threads", "prefill", "quantize"),
     ),
     DRAFT: Product(

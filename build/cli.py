@@ -217,8 +217,10 @@ def _run(
     dry_run: bool,
     overwrite: bool,
 ) -> None:
+    from edgellm.build.artifact_kinds import fitted
     from edgellm.build.engine import build_engine, engine_key, target_folder
 
+    plan = fitted(product, onnx_dir, plan)
     if dry_run:
         _predict(product, onnx_dir, engine_dir, plan, backend)
         return

@@ -148,6 +148,7 @@ def _manifest(
         eos_token_ids=bundle.eos_token_ids,
         hidden_taps=bundle.hidden_taps,
         pooling=bundle.pooling,
+        pooler=bundle.pooler,
         generation_defaults=bundle.generation_defaults,
         prefill_rows=_prefill_rows(compiled.prefill_rows, bundle, plan),
         cost_ms=compiled.cost_ms,

@@ -108,6 +108,13 @@ def predict(
             "other",
             hint="give --backend onnxruntime --kernels edgellm",
         )
+    is_encoder = bundle.main_role == DECODER and not bundle.decoder.is_causal
+    if is_encoder and not backend.mixes_rows(plan):
+        raise EdgeLLMError(
+            f"{bundle.decoder.model_type} is an encoder: only edgellm's kernels let tokens attend "
+            "to later ones",
+            hint="give --backend onnxruntime --device cpu --kernels edgellm",
+        )
     if bundle.main_role == DECODER:
         _require_layers(backend, bundle.decoder)
     origin = backend.origin(plan.options)

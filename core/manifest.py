@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import ROLES
-from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, PageSpec, VisionSpec
+from edgellm.core.model_spec import (
+    POOLINGS,
+    DecoderSpec,
+    DraftSpec,
+    KVCacheSpec,
+    PageSpec,
+    PoolerSpec,
+    VisionSpec,
+)
 from edgellm.core.resources import require_regular_files
 from edgellm.core.strict_json import parse
 
@@ -132,7 +140,8 @@ class Bundle(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()  # see DraftSpec; empty: no draft can be attached
-    pooling: str = ""  # "last" or "mean": pooling of the tap to an embedding; "": none
+    pooling: str = ""  # of `POOLINGS`: pooling of the tap to an embedding; "": none
+    pooler: PoolerSpec | None = None  # what follows pooling; None: the vector gets length 1
     # Of options that a request does not give; from the model's generation_config.json
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -157,7 +166,8 @@ class Engine(_OfANetwork):
     provenance: dict[str, Any]
     eos_token_ids: tuple[int, ...] = ()
     hidden_taps: tuple[int, ...] = ()
-    pooling: str = ""  # see Bundle
+    pooling: str = ""  # see Bundle, as the next
+    pooler: PoolerSpec | None = None
     generation_defaults: dict[str, Any] = field(default_factory=dict)  # see Bundle
     max_input_len: int = 0  # tokens of a prompt
     max_kv_cache_capacity: int = 0
@@ -229,7 +239,7 @@ def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec
     return dataclasses.replace(spec, kv=dataclasses.replace(spec.kv, dtype=dtype, pages=pages))
 
 
-_VALUES = {"dtype": ("float16", "float32"), "pooling": ("", "last", "mean")}  # by key
+_VALUES = {"dtype": ("float16", "float32"), "pooling": ("", *POOLINGS)}  # by key
 _LIMIT_KEYS = ("max_", "min_", "prefill_")  # how keys of limits begin
 _MAX_LIMIT = 1 << 24  # tokens or sequences
 _Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+POOLINGS = ("last", "mean", "cls")  # of hidden states: the last token's, their mean, the first's
+POOLER_FILE = "pooler.safetensors"  # of bundles and engines: weights of `PoolerSpec.dense`
 ROW_CODES = ("int8_rows", "fp8_rows")  # cache types with one fp16 scale for each row
 # Tokens before the window that stay cached: a later prompt may diverge this far back.
 SPARE_ROWS = 64
@@ -57,6 +59,48 @@ class KVCacheSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """A linear layer after pooling: activation(x W^T + b), then a layer norm if it has one.
+
+    Layer i has the tensors `i.weight` [out, in], `i.bias` [out], `i.norm_weight` and `i.norm_bias`
+    [out] of `POOLER_FILE`; absent biases are zeros.
+    """
+
+    in_features: int
+    out_features: int
+    activation: str = ""  # "": none
+    norm_epsilon: float = 0.0  # of the layer norm; 0: it has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RerankSpec:
+    """Input of a reranker; its pooled vector [1] is the score of a document for a query.
+
+    Without a body, the input is a pair of texts, as the tokenizer's post-processor joins them.
+    Prefix and suffix are tokenized alone, and a body that is too long is cut between them.
+    """
+
+    prefix: str = ""
+    body: str = ""  # with {instruction}, {query} and {document}
+    suffix: str = ""
+    instruction: str = ""  # of requests that give none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolerSpec:
+    """What follows the pooling of an embedding model or reranker, and its prompts."""
+
+    dense: tuple[DenseSpec, ...] = ()
+    normalize: bool = True  # to length 1
+    dimensions: int = 0  # first elements of the vector that are kept; 0: all
+    prompts: dict[str, str] = field(default_factory=dict)  # texts before the input, by name
+    default_prompt: str | None = None  # name of the prompt of inputs that name none
+    pools_prompt: bool = True  # False: the tokens of the prompt are not pooled
+    max_tokens: int = 0  # of a text; 0: those of the engine
+    rerank: RerankSpec | None = None  # None: the vector is an embedding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
     """Images of a decoder: token ids from `vocab_size` on are rows of IMAGE_EMBEDS."""
 
@@ -91,6 +135,8 @@ class DecoderSpec:
     recurrent: RecurrentSpec | None = None  # None: all layers are attention layers
     rotation: str = ""  # of the residual stream after training; "": none
     num_layers: int = 0  # 0: those of the cache
+    is_causal: bool = True  # False: an encoder, whose passes are whole texts; it has no logits
+    token_types: int = 1  # ids from `vocab_size` on are of the second text of a pair
 
     @property
     def has_uniform_layers(self) -> bool:

@@ -60,14 +60,23 @@ Pooling = Annotated[
     str,
     typer.Option(
         "--pooling",
-        help="Export an embedding model, pooled by the last token (last) or by their mean "
-        "(mean). Default: a model that generates.",
+        help="Export an embedding model, pooled by the last token (last), the first (cls) or the "
+        "mean (mean). Default: that of modules.json or the GGUF file, else a model that "
+        "generates.",
+        rich_help_panel="Model",
+    ),
+]
+Reranker = Annotated[
+    bool,
+    typer.Option(
+        "--reranker",
+        help="Export a reranker like Qwen3-Reranker, which scores by its tokens yes and no.",
         rich_help_panel="Model",
     ),
 ]
 _INPUTS = {"draft": "--draft_model_dir", "base": "--base_model_dir", "lora": "--lora_dir"}
 _UNCOMPARED = "outputs were not compared with transformers (--verify does)"
-_POOLED = {"last": "the last row", "mean": "the mean of all rows"}
+_POOLED = {"last": "the last token", "mean": "the mean of all tokens", "cls": "the first token"}
 Quantization = Annotated[
     str,
     typer.Option(
@@ -241,6 +250,7 @@ def llm(
     lora_dir: LoraDir = None,
     mmproj: Mmproj = None,
     pooling: Pooling = "",
+    reranker: Reranker = False,
     verify: Verify = False,
     overwrite: Overwrite = False,
 ) -> None:
@@ -265,6 +275,7 @@ def llm(
         draft_model_dir=draft_model_dir,
         lora_dir=lora_dir,
         pooling=pooling,
+        reranker=reranker,
     )
     inputs = {"model_dir": model_dir, "draft": draft_model_dir, "lora": lora_dir, "mmproj": mmproj}
     key = _key("llm", options, **inputs)
@@ -484,10 +495,23 @@ def _say_verdict(
 
 
 def _say_taps(manifest: Bundle) -> None:
-    if manifest.pooling:
-        typer.echo(f"embeds texts: by {_POOLED[manifest.pooling]} of the last layer")
+    if manifest.pooler is not None and manifest.pooler.rerank is not None:
+        typer.echo(f"reranks documents: by {_POOLED[manifest.pooling]} of the last layer")
+    elif manifest.pooling:
+        typer.echo(f"embeds texts: by {_POOLED[manifest.pooling]}{_say_pooler(manifest)}")
     elif manifest.hidden_taps:
         typer.echo(f"hidden taps for a draft: {', '.join(map(str, manifest.hidden_taps))}")
+
+
+def _say_pooler(manifest: Bundle) -> str:
+    """What follows the pooling, and the names of prompts."""
+    spec = manifest.pooler
+    if spec is None:
+        return " of the last layer, with length 1"
+    dense = "".join(f", {each.in_features} to {each.out_features} numbers" for each in spec.dense)
+    length = ", with length 1" if spec.normalize else ""
+    prompts = f"; prompts: {', '.join(spec.prompts)}" if spec.prompts else ""
+    return f" of the last layer{dense}{length}{prompts}"
 
 
 def _say_endless(manifest: Bundle) -> None:

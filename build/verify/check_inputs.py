@@ -68,8 +68,8 @@ def _rows(
     spec: DecoderSpec, capacity: int, max_rows: int, random: np.random.Generator
 ) -> list[dict[str, NDArray[Any]]]:
     nodes, prompt = len(_PARENTS), min(_PROMPT, max_rows, capacity - 1)
-    sizes = [prompt, 1]
-    if max_rows >= nodes and prompt + 1 + nodes <= capacity:
+    sizes = [prompt, 1] if spec.is_causal else [prompt]  # an encoder's text is one pass
+    if spec.is_causal and max_rows >= nodes and prompt + 1 + nodes <= capacity:
         sizes.append(nodes)
     passes: list[dict[str, NDArray[Any]]] = []
     begin = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,14 @@ from edgellm.device_runtime.api.generation_request import (
     MAX_GENERATE_LENGTH,
     GenerationDefaults,
     GenerationRequest,
+)
+from edgellm.device_runtime.api.pooler import (
+    Embedding,
+    EmbeddingInput,
+    Pooler,
+    Ranked,
+    RerankInput,
+    open_pooler,
 )
 from edgellm.device_runtime.api.scoring import Reader
 from edgellm.device_runtime.arrays import ImageRows
@@ -103,7 +111,7 @@ class LLM:
         self.manifest = load_engine(folder, LLM_ENGINE)
         self.defaults = _defaults(self.manifest)
         with FileCheck(folder, self.manifest.files, verify):
-            self.tokenizer = ChatTokenizer(folder)
+            self.tokenizer, self._pooler = ChatTokenizer(folder), open_pooler(folder, self.manifest)
             base = open_decoder(folder, self.manifest)
         self.formatter = Formatter(self.tokenizer, allow_special_tokens)
         self._drafters: Drafters | None = None
@@ -319,6 +327,7 @@ class LLM:
     def generate_text(self, request: GenerationRequest) -> RequestOutput:
         """As `generate`, for a formatted text or its token ids; images are encoded at once."""
         self._turns.require_open()
+        self._require_logits()
         sampling, stops, max_tokens = self._checked(request)
         stop_tokens = self._stop_tokens(request)
         ids = (*sampling.stop_token_ids, *stop_tokens)
@@ -393,36 +402,127 @@ class LLM:
         Raises:
             RequestError: the text is empty or too long.
         """
-        return self._reader(token_ids, before_pass, lora).logprobs(token_ids, num_top)
+        self._require_logits()
+        ids = self._ids(token_ids, add_special_tokens=False)
+        fit(len(ids), 0, self.manifest)
+        return self._reader(before_pass, lora).logprobs(ids, num_top)
 
     def embed(
-        self, token_ids: Sized[int], before_pass: BeforePass = lambda: None, lora: str | None = None
+        self,
+        text: str | Sized[int] | Sized[str],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        truncate: bool = False,
+        lora: str | None = None,
     ) -> NDArray[np.float32]:
-        """Embedding of a text, float32 [H] of length 1; see `read_logprobs`.
+        """Embedding of a text, float32 [D]; of a list of texts [N, D].
+
+        Args:
+            text: a text, its token ids, or a list of texts.
+            dimensions: first elements that are kept (Matryoshka); None: all of the model's.
+            prompt_name: name of one of the model's prompts; None: its default, or no prompt.
+            prompt: text before the input, in place of the model's prompts.
+            truncate: cut texts that are too long.
+            lora: see `generate`.
 
         Raises:
-            RequestError: the model was exported without --pooling, or the text is empty or too
-                long.
+            RequestError: the engine does not embed, the text is empty or too long, or an option is
+                unknown.
         """
-        if not self.manifest.pooling:
+        options: dict[str, Any] = {
+            "dimensions": dimensions,
+            "prompt_name": prompt_name,
+            "prompt": prompt,
+            "truncate": truncate,
+            "lora": lora,
+        }
+        if isinstance(text, str) or not (len(text) and isinstance(text[0], str)):
+            one = cast("str | Sized[int]", text)
+            return self.embed_input(EmbeddingInput(text=one, **options)).vector
+        inputs = [EmbeddingInput(text=each, **options) for each in cast("Sized[str]", text)]
+        return np.stack([self.embed_input(each).vector for each in inputs])
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sized[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = True,
+        lora: str | None = None,
+    ) -> list[Ranked]:
+        """Documents by their score for a query, best first.
+
+        The score of an embedding model is the cosine of both embeddings, with the model's prompts
+        for queries and documents.
+
+        Args:
+            query: a text.
+            documents: texts.
+            top_n: number of the best documents to return; None: all.
+            instruction: what the query asks for, if the reranker has one; None: the model's.
+            truncate: cut documents that are too long.
+            lora: see `generate`.
+
+        Raises:
+            RequestError: the engine neither scores nor embeds, or a text is too long.
+        """
+        wanted = RerankInput(
+            query=query, document="", instruction=instruction, truncate=truncate, lora=lora
+        )
+        return self.rank(wanted, documents)[0][:top_n]
+
+    def rank(
+        self, wanted: RerankInput, documents: Sized[str]
+    ) -> tuple[list[Ranked], list[Embedding]]:
+        """All documents, best first, and the outputs of the engine; see `rerank`."""
+        inputs = self.pooler.rank_inputs(wanted, documents)
+        outputs = [self.embed_input(each) for each in inputs]
+        return self.pooler.ranked([each.vector for each in outputs]), outputs
+
+    def embed_input(
+        self, wanted: EmbeddingInput | RerankInput, before_pass: BeforePass = lambda: None
+    ) -> Embedding:
+        """Embedding of one input, or its score; see `embed`, `rerank` and `read_logprobs`."""
+        pooler = self.pooler
+        dimensions = wanted.dimensions if isinstance(wanted, EmbeddingInput) else None
+        pooler.require_dimensions(dimensions)
+        ids, first = pooler.tokens(wanted, self.tokenizer)
+        reader = self._reader(before_pass, wanted.lora)
+        pooled = reader.pooled(ids, self.manifest.pooling, first)
+        return Embedding(pooler.vector(pooled, dimensions), len(ids))
+
+    @property
+    def pooler(self) -> Pooler:
+        """The pooler of an engine that embeds; raises `RequestError` for others."""
+        if self._pooler is None:
             raise RequestError(
                 "this engine answers and does not embed",
                 hint="export a model for embeddings with --pooling last or mean",
             )
-        return self._reader(token_ids, before_pass, lora).pooled(token_ids, self.manifest.pooling)
+        return self._pooler
 
-    def _reader(
-        self, token_ids: Sized[int], before_pass: BeforePass, lora: str | None = None
-    ) -> Reader:
-        ids = self._ids(token_ids, add_special_tokens=False)
-        fit(len(ids), 0, self.manifest)
+    def _reader(self, before_pass: BeforePass, lora: str | None = None) -> Reader:
         adapter = None if lora is None else self._adapters.find(lora)
         return Reader(
             kv_cache_manager=self.kv_cache_manager,
             step_lock=self._turns,
             before_pass=before_pass,
             adapter=adapter,
+            is_whole=not self.manifest.decoder.is_causal,
         )
+
+    def _require_logits(self) -> None:
+        """Raise `RequestError` for an encoder."""
+        if not self.manifest.decoder.is_causal:
+            raise RequestError(
+                f"this engine is an encoder ({self.manifest.decoder.model_type}) and generates no "
+                "text",
+                hint="use it for embeddings or to rank documents",
+            )
 
     def _prompt(
         self,

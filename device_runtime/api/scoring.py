@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgellm.core.errors import RequestError
-from edgellm.device_runtime.arrays import (
-    F32,
-    LoadedAdapter,
-)
+from edgellm.device_runtime.arrays import LoadedAdapter
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager, require_loaded
 from edgellm.device_runtime.networks.decoder import PassResult
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -29,14 +26,18 @@ class Reader:
         step_lock: StepLock,
         before_pass: Callable[[], object],
         adapter: LoadedAdapter | None = None,
+        is_whole: bool = False,
     ) -> None:
-        """`before_pass` is called before every pass; an exception ends the computation."""
+        """`before_pass` is called before every pass; an exception ends the computation.
+
+        `is_whole`: a text is one pass, since tokens of an encoder attend to later ones.
+        """
         self._kv_cache_manager, self._step_lock, self._before_pass = (
             kv_cache_manager,
             step_lock,
             before_pass,
         )
-        self._adapter = adapter
+        self._adapter, self._is_whole = adapter, is_whole
 
     def logprobs(self, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
         """Log-probability of each token but the first, given the tokens before it.
@@ -52,27 +53,26 @@ class Reader:
             found += [token_logprobs(rows[at], one, count) for at, one in enumerate(followers)]
         return found
 
-    def pooled(self, token_ids: Sequence[int], pooling: str) -> F32:
-        """Embedding of a text, float32 [H] of length 1.
+    def pooled(self, token_ids: Sequence[int], pooling: str, first: int = 0) -> NDArray[np.float64]:
+        """Pooled hidden states [H] of a text.
 
         Args:
             token_ids: of a text that fits.
-            pooling: "last" or "mean".
-
-        Raises:
-            RequestError: the vector is not finite, or zero.
+            pooling: one of `POOLINGS`.
+            first: number of first tokens that are not pooled.
         """
-        total, last = np.zeros(0), np.zeros(0)
+        total, found = np.zeros(1), np.zeros(1)
         for begin, result in self._chunks(
             token_ids, self._kv_cache_manager.prefill_rows, all_logits=False
         ):
             rows = result.taps[: len(token_ids) - begin].astype(np.float64)
-            total, last = rows.sum(axis=0) + (total if begin else 0), rows[-1]
-        vector = last if pooling == "last" else total
-        length = float(np.linalg.norm(vector))
-        if not np.isfinite(length) or not length:
-            raise RequestError("the embedding of this text is not finite, or zero")
-        return (vector / length).astype(np.float32)
+            pooled = rows[max(first - begin, 0) :]
+            total = total + pooled.sum(axis=0)
+            if pooling == "last":
+                found = rows[-1]
+            elif pooling == "cls" and begin <= first < begin + len(rows):
+                found = pooled[0]
+        return total / (len(token_ids) - first) if pooling == "mean" else found
 
     def _chunks(
         self, token_ids: Sequence[int], rows: int, *, all_logits: bool
@@ -82,6 +82,8 @@ class Reader:
         own = base.new_kv()
         own.adapter = self._adapter
         ids, rows = np.array(token_ids, np.int64), min(rows, self._kv_cache_manager.prefill_rows)
+        if self._is_whole:
+            rows = len(ids)
         try:
             for begin in range(0, len(ids), rows):
                 chunk = ids[begin : begin + rows]

@@ -275,7 +275,7 @@ def read_file(path: Path) -> tuple[Options, list[Any]]:
         raise RequestError(f"{path}: $.requests must be a list with at least one request")
     try:
         _require_text(document, "$")
-        return _convert(document, Options, "$"), requests
+        return convert(document, Options, "$"), requests
     except RequestError as error:
         raise RequestError(located(path, str(error)), hint=error.hint) from None
 
@@ -295,7 +295,7 @@ def located(path: Path | None, message: str) -> str:
 def parse_request(raw: Any, index: int) -> Request:
     """Check one request; raises `RequestError` with the path of the faulty field."""
     _require_text(raw, f"$.requests[{index}]")
-    return _convert(raw, Request, f"$.requests[{index}]")
+    return convert(raw, Request, f"$.requests[{index}]")
 
 
 def _require_text(raw: Any, place: str) -> None:
@@ -307,7 +307,8 @@ def _require_text(raw: Any, place: str) -> None:
         ) from None
 
 
-def _convert(raw: Any, kind: Any, place: str) -> Any:
+def convert(raw: Any, kind: Any, place: str) -> Any:
+    """A struct of this kind; raises `RequestError` with the path of the faulty field."""
     if isinstance(raw, dict):
         raw = _without_nulls(raw, kind)
         for name, what in _NOT_SUPPORTED.items():

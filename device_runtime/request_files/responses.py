@@ -18,6 +18,7 @@ from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import without_template
 from edgellm.device_runtime.engine.profile import Profile
 from edgellm.device_runtime.request_faults import Confined, as_failure
+from edgellm.device_runtime.request_files.embed_requests import is_pooled, respond
 from edgellm.device_runtime.request_files.held_interrupts import HeldInterrupts
 from edgellm.device_runtime.request_files.request_file import (
     ContentItem,
@@ -148,15 +149,18 @@ def run_requests(
         a failed request contains `error`.
     """
     started: dict[RequestOutput, _Place] = {}
-    refused: deque[_Place] = deque()
+    finished: deque[_Place] = deque()
 
     def answers() -> Iterator[RequestOutput]:
         for index, raw in wanted:
-            place, choice = _Place(index), index.choice or 0
+            place, choice = _Place(index=index), index.choice or 0
             with Confined(place.fail), nullcontext() if held is None else held.at_once():
-                place.started = start_request(llm, options, raw, index.request, choice=choice)
+                if is_pooled(raw):
+                    place.pooled = respond(llm, raw, index.request)
+                else:
+                    place.started = start_request(llm, options, raw, index.request, choice=choice)
             if place.started is None:
-                refused.append(place)
+                finished.append(place)
             else:
                 started[place.started.answer] = place
                 if held is not None:
@@ -164,14 +168,14 @@ def run_requests(
                 yield place.started.answer
 
     for answer, steps in llm.together(answers(), batch_size):
-        yield from _results(refused)
+        yield from _results(finished)
         place = started[answer]
         with Confined(place.fail):
             for step in steps:
                 on_step(place.index, step)
         if answer.is_complete or answer.failure is not None:
             yield started.pop(answer).result()
-    yield from _results(refused)
+    yield from _results(finished)
 
 
 def _results(places: deque[_Place]) -> Iterator[tuple[dict[str, Any], Profile]]:
@@ -179,12 +183,13 @@ def _results(places: deque[_Place]) -> Iterator[tuple[dict[str, Any], Profile]]:
         yield places.popleft().result()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Place:
     """State of a running request."""
 
     index: OutputIndex
-    started: Started | None = None  # None: it was rejected
+    started: Started | None = None  # None: it was rejected, or generates nothing
+    pooled: dict[str, Any] | None = None  # response of a request that embeds or ranks
     error: EdgeLLMError | None = None  # that ended it
 
     def fail(self, error: EdgeLLMError) -> None:
@@ -194,6 +199,8 @@ class _Place:
     def result(self) -> tuple[dict[str, Any], Profile]:
         """The response object, and the times."""
         head: dict[str, Any] = {**self.index.head(), "batch_idx": 0}
+        if self.pooled is not None:
+            return {"output_text": "", **head, **self.pooled}, Profile()
         if self.started is None:
             return {"output_text": "", **head, **self._failed()}, Profile()
         answer = self.started.answer

@@ -146,6 +146,31 @@ class ChatTokenizer:
             return self._plain.encode(text, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_truncated(self, text: str, limit: int) -> list[int]:
+        """The first token ids of a text, at most `limit` with the tokenizer's special tokens."""
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        found.truncate(max(limit - self._tokenizer.num_special_tokens_to_add(is_pair=False), 0))
+        return self._tokenizer.post_process(found, None, add_special_tokens=True).ids
+
+    def encode_pair(
+        self, first: str, second: str, limit: int | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a pair of texts, and for each id 0 or 1, its text.
+
+        Args:
+            first: is never cut.
+            second: cut at its end if there are more ids than `limit`.
+            limit: None: no limit.
+        """
+        one, other = (
+            self._tokenizer.encode(text, add_special_tokens=False) for text in (first, second)
+        )
+        if limit is not None:
+            special = self._tokenizer.num_special_tokens_to_add(is_pair=True)
+            other.truncate(max(limit - special - len(one.ids), 0))
+        found = self._tokenizer.post_process(one, other, add_special_tokens=True)
+        return found.ids, found.type_ids
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

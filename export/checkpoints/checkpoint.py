@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.model_spec import PoolerSpec
 from edgellm.core.safetensors_io import CHUNK_BYTES, ITEM_BITS, Safetensors, TensorInfo
 
 __all__ = [
@@ -58,7 +62,10 @@ class Checkpoint:
     last_token: tuple[str, int] = ("", -1)  # of the tokenizer, with its id, which is the highest
     blocks: TensorSource | None = None  # stored tensors of a GGUF file
     eos_token_id: int | None = None  # from the tokenizer
-    pooling: str = ""  # "last" or "mean": pooling of an embedding model, if its files state it
+    pooling: str = ""  # of `POOLINGS`: pooling of an embedding model, if its files state it
+    pooler: PoolerSpec | None = None  # what follows pooling, if its files state it
+    score_activation: str | None = None  # class of a cross-encoder's, if its files state it
+    pooler_tensors: dict[str, NDArray[np.float32]] = field(default_factory=dict, repr=False)
 
     @property
     def quantization(self) -> str:

@@ -37,6 +37,8 @@ class DecoderConfig:
     attention_softcap: float | None = None  # of the scores; None: none
     images: ImageSpec | None = None  # of the text tower of a vision-language model
     is_recurrent: bool = False  # some layers have states
+    is_causal: bool = True  # False: tokens attend to all of a text, which one pass computes
+    token_types: int = 1  # texts of a pair that have embeddings of their own
 
     @property
     def kinds(self) -> tuple[AttentionKind | None, ...]:

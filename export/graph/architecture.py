@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export import models
-from edgellm.export.checkpoints.checkpoint import Checkpoint
+from edgellm.export import encoders, models
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
@@ -24,7 +24,8 @@ class ExportOptions:
     hidden_taps: tuple[int, ...] = ()
     draft_model_dir: str | None = None  # the draft whose config has the taps
     lora_dir: str | None = None  # an adapter to merge
-    pooling: str = ""  # "last" or "mean": an embedding model
+    pooling: str = ""  # of `POOLINGS`: an embedding model
+    reranker: bool = False  # score by the logits of "yes" and "no"
 
 
 def read_architecture(
@@ -36,7 +37,10 @@ def read_architecture(
     model_type = tower.config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError(f"{checkpoint.label}: config.json has no model_type")
-    architecture = models.find(model_type)
+    encoder = encoders.find(model_type)
+    if encoder is not None:
+        tower = replace(tower, tensors=_below_model(tower, encoder.PREFIX))
+    architecture = encoder or models.find(model_type)
     reader = ConfigReader(tower.config)
     config = replace(architecture.Config.from_hf(reader), images=images)
     reader.finish(options.ignore_config_keys)
@@ -51,6 +55,19 @@ def read_architecture(
                 f"--num_layers {options.num_layers}: none of these layers attends"
             )
     return tower, architecture, config
+
+
+def _below_model(tower: Checkpoint, prefix: str) -> Renamed:
+    """An encoder's tensors as `model.*`, those of its head by their own names."""
+    names = tower.tensors.infos()
+    if any(name.startswith(prefix) for name in names):
+        own = {
+            f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name: name
+            for name in names
+        }
+    else:  # saved without a head
+        own = {f"model.{name}": name for name in names}
+    return Renamed(tower.tensors, own)
 
 
 def end_ids(checkpoint: Checkpoint) -> set[Any]:

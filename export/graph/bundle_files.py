@@ -100,6 +100,8 @@ def decoder_spec(
         images=config.images,
         recurrent=recurrent,
         num_layers=config.num_hidden_layers,
+        is_causal=config.is_causal,
+        token_types=config.token_types,
     )
 
 

@@ -62,14 +62,7 @@ def build_decoder(
     state = inputs.begin(op, config)
     network = architecture.Model(config, weights)
     hidden = network.forward(op, inputs.input_ids, state)
-    with op.scope("head"):
-        rows = op.Gather(hidden, inputs.logits_index, axis=1)
-        logits = op.Cast(network.head(op, rows), to=int(ir.DataType.FLOAT), name=graph_io.LOGITS)
-        picks = op.ArgMax(logits, axis=-1, keepdims=0, name=graph_io.TOKEN_IDS)
-    outputs = [
-        typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
-        typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
-    ]
+    outputs = _logits(op, network, hidden, inputs, config) if config.is_causal else []
     if hidden_taps:
         outputs.append(_taps(op, network, hidden, state, hidden_taps, config.hidden_size))
     outputs += [
@@ -77,8 +70,9 @@ def build_decoder(
         for cache, layer in enumerate(config.attending_layers)
         for part in ("key", "value")
     ]
-    own = [inputs.input_ids, inputs.position_ids, inputs.write_index, inputs.tree_mask,
-           inputs.logits_index, *inputs.images]  # fmt: skip
+    own = [inputs.input_ids, inputs.position_ids, inputs.write_index, *inputs.images]
+    if config.is_causal:
+        own[3:3] = [inputs.tree_mask, inputs.logits_index]
     found = state.recurrences
     recurrences = found if found is not None and found.layers else None
     if recurrences is not None:
@@ -86,6 +80,20 @@ def build_decoder(
         outputs += recurrences.outputs
     model = finish(op, "decoder", [*own, *inputs.past.values()], outputs)
     return Decoder(model, op, recurrences)
+
+
+def _logits(
+    op: Op, network: Any, hidden: ir.Value, inputs: PassInputs, config: DecoderConfig
+) -> list[ir.Value]:
+    """Logits and most probable tokens of the rows that want them."""
+    with op.scope("head"):
+        rows = op.Gather(hidden, inputs.logits_index, axis=1)
+        logits = op.Cast(network.head(op, rows), to=int(ir.DataType.FLOAT), name=graph_io.LOGITS)
+        picks = op.ArgMax(logits, axis=-1, keepdims=0, name=graph_io.TOKEN_IDS)
+    return [
+        typed(logits, ir.DataType.FLOAT, [1, HEAD_ROWS, config.vocab_size]),
+        typed(picks, ir.DataType.INT64, [1, HEAD_ROWS]),
+    ]
 
 
 def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:

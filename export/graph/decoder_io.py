@@ -56,6 +56,7 @@ class PassInputs:
             op=op,
             heads_of=config.heads_of,
             kinds=config.kinds,
+            is_causal=config.is_causal,
             position_ids=self.position_ids,
             write_index=self.write_index,
             tree_mask=self.tree_mask,

@@ -28,6 +28,7 @@ from edgellm.export.onnx.functions.attention import (
     rotary_tables,
     sink_attention,
     unrotated_attention,
+    visible_both_ways,
     visible_slots,
 )
 
@@ -55,6 +56,7 @@ class PassState:
     write_index: ir.Value  # int64 [1]
     tree_mask: ir.Value  # bool [S, M]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
+    is_causal: bool = True  # False: all tokens of a pass attend to each other
     images: ImageRows | None = None
     recurrences: Recurrences | None = None  # of recurrent layers
     visible: dict[int | None, ir.Value] = field(default_factory=dict)  # by window, bool [S, C]
@@ -78,9 +80,11 @@ class PassState:
                 if rope is not None and id(rope) not in self.tables:
                     self.tables[id(rope)] = self._rope_tables(rope, slots, capacity)
                 if window not in self.visible:
+                    seen = visible_slots if self.is_causal else visible_both_ways
+                    masks = (tree_mask,) if self.is_causal else ()
                     self.visible[window] = call(
-                        op, visible_slots(windowed=window is not None),
-                        tree_mask, self.position_ids, self.write_index, slots, window=window,
+                        op, seen(windowed=window is not None),
+                        *masks, self.position_ids, self.write_index, slots, window=window,
                     )  # fmt: skip
 
     def once(self, name: str, make: Callable[[], ir.Value]) -> ir.Value:

@@ -47,6 +47,7 @@ class Config(DecoderConfig):
             attn_logit_softcapping=50.0,
             final_logit_softcapping=30.0,
         )
+        reader.expect("use_bidirectional_attention", False)
         config = cls.gemma(reader, read_cap(reader, "attn_logit_softcapping"))
         types = read_layer_types(reader, every(2, config.num_hidden_layers))
         window = read_window(reader, types)
@@ -59,7 +60,7 @@ class Config(DecoderConfig):
     def gemma(cls, reader: ConfigReader, softcap: float | None) -> DecoderConfig:
         """Facts that Gemma 2 and 3 share, without layer types."""
         reader.assume(tie_word_embeddings=True, query_pre_attn_scalar=256)
-        reader.expect("use_bidirectional_attention", False)
+        is_causal = not reader.read("use_bidirectional_attention", bool, False)
         bias = reader.read("attention_bias", bool, False)
         scalar = reader.nonzero("query_pre_attn_scalar", 256.0)
         if scalar < 0:
@@ -68,6 +69,7 @@ class Config(DecoderConfig):
             reader, rope=None, activation_key="hidden_activation", qkv_bias=bias, o_proj_bias=bias,
             embedding_scale=reader.positive("hidden_size") ** 0.5, attention_scale=scalar**-0.5,
             logits_softcap=read_cap(reader, "final_logit_softcapping"), attention_softcap=softcap,
+            is_causal=is_causal,
         )  # fmt: skip
         reader.expect("hidden_act", config.activation)  # its first name
         return config

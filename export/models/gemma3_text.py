@@ -43,6 +43,8 @@ class Config(gemma2.Config):
         interval = reader.positive("sliding_window_pattern")
         types = read_layer_types(reader, every(interval, config.num_hidden_layers))
         window = read_window(reader, types)
+        if window is not None and not config.is_causal:  # EmbeddingGemma: half of it on each side
+            window = window // 2 + 1
         thetas = {FULL: 1e6, SLIDING: reader.read("rope_local_base_freq", float, 1e4)}
         ropes = read_ropes(reader, thetas, config.head_dim, config.max_position_embeddings)
         return config.attending(

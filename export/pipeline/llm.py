@@ -15,7 +15,8 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, GraphSpec
-from edgellm.core.model_spec import DecoderSpec
+from edgellm.core.model_spec import POOLER_FILE, POOLINGS, DecoderSpec, PoolerSpec
+from edgellm.export import encoders
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.encoder_hash import encoder_hash
 from edgellm.export.checkpoints.kv_scales import read_ranges
@@ -27,6 +28,7 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.generation_defaults import generation_defaults
 from edgellm.export.config.hidden_taps import check_taps, default_taps
+from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.config import read_draft
 from edgellm.export.graph.architecture import ExportOptions, end_ids, read_architecture
@@ -42,9 +44,22 @@ from edgellm.export.graph.bundle_files import (
 from edgellm.export.graph.decoder import build_commit, build_decoder
 from edgellm.export.onnx.builder import OPSET, Op
 from edgellm.export.pipeline.open_checkpoint import open_draft
+from edgellm.export.pooling.classifiers import classifier_pooler, is_classifier
+from edgellm.export.pooling.pooler import Pooler, write_pooler
+from edgellm.export.pooling.rerankers import yes_no_pooler
 
 _GRAPH, _ROLES = "model", (DECODER, COMMIT)
 _JSON_FILES = "config.json", "generation_config.json"
+# Tensors of encoders that embeddings do not need: heads, and BERT's pooler
+_HEADS = (
+    "lm_head.",
+    "cls.",
+    "decoder.",
+    "head.",
+    "classifier.",
+    "model.pooler.",
+    "model.embeddings.position_ids",
+)
 DROPPED_TOKENS = "tokens_without_embedding"  # of the provenance
 Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
 
@@ -66,12 +81,11 @@ def export_llm(
         EdgeLLMError: an unknown architecture, config key or quantization; missing, unexpected or
             damaged tensors; `output` cannot be written.
     """
-    names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files]
+    names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files, POOLER_FILE]
     check_output(output, LLM_BUNDLE, names, facts)
-    options = _with_pooling(options, checkpoint)
     tower, architecture, config = read_architecture(checkpoint, options)
-    if options.lora_dir is not None:
-        tower = merged(tower, options.lora_dir)
+    tower = _merged(tower, config, options)
+    options, pooler = _with_pooler(options, checkpoint, tower, config)
     taps, tap_source = _choose_taps(checkpoint, config, options)
     weights = _weights(tower, options)
     dtype = DTYPES[options.dtype]
@@ -90,7 +104,7 @@ def export_llm(
     spec = _spec(checkpoint, tower, config, op)
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
-        _write_texts(folder, checkpoint)
+        _write_texts(folder, checkpoint, pooler)
         manifest = Bundle(
             kind=LLM_BUNDLE,
             spec=replace(spec, kv=replace(spec.kv, ranges=ranges), recurrent=recurrent),
@@ -103,12 +117,25 @@ def export_llm(
             provenance=_provenance(checkpoint) | tap_source | contradiction | dropped,
             hidden_taps=taps,
             pooling=options.pooling,
+            pooler=None if pooler is None else pooler.spec,
             generation_defaults=defaults,
             files=records,
         )
         if check is not None:
             check(folder, manifest)
         return publish(folder, output, manifest, facts=facts)
+
+
+def _merged(tower: Checkpoint, config: DecoderConfig, options: ExportOptions) -> Checkpoint:
+    """The language model with the adapter of the options, if there is one."""
+    if options.lora_dir is None:
+        return tower
+    if not config.is_causal:
+        raise UnsupportedModelError(
+            "--lora_dir: adapters of encoders are not supported",
+            hint="merge it with PEFT: model.merge_and_unload().save_pretrained(...)",
+        )
+    return merged(tower, options.lora_dir)
 
 
 def _provenance(checkpoint: Checkpoint) -> dict[str, str]:
@@ -121,15 +148,67 @@ def _spec(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, op: 
     return replace(spec, rotation=rotation_name(checkpoint.config))
 
 
-def _with_pooling(options: ExportOptions, checkpoint: Checkpoint) -> ExportOptions:
-    """Use the pooling from the checkpoint's files, unless the user chose one."""
+def _with_pooler(
+    options: ExportOptions, checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig
+) -> tuple[ExportOptions, Pooler | None]:
+    """The options with their pooling, and the pooler of an embedding model or reranker.
+
+    The pooling is that of the checkpoint's files, unless the user chose one.
+    """
+    if not config.is_causal:
+        return _encoder_pooler(options, checkpoint, tower, config)
     is_base = options.hidden_taps or options.draft_model_dir or options.is_eagle_base
-    if options.pooling or is_base:
-        return options
-    return replace(options, pooling=checkpoint.pooling)
+    if options.reranker:
+        if options.pooling:
+            raise UnsupportedModelError(
+                "--reranker pools the last token", hint="leave out --pooling"
+            )
+        found = yes_no_pooler(tower.tensors, checkpoint.tokenizer_files, config.hidden_size)
+        return replace(options, pooling=found.pooling), found
+    pooling = options.pooling or ("" if is_base else checkpoint.pooling)
+    if not pooling:
+        return options, None
+    found = _text_pooler(pooling, checkpoint, config.hidden_size)
+    return replace(options, pooling=pooling), found
 
 
-def _write_texts(folder: Path, checkpoint: Checkpoint) -> None:
+def _text_pooler(pooling: str, checkpoint: Checkpoint, size: int) -> Pooler:
+    """The pooler of an embedding model with hidden states of this size."""
+    spec = checkpoint.pooler or PoolerSpec()
+    if spec.dense and spec.dense[0].in_features != size:
+        raise BrokenArtifactError(
+            f"{checkpoint.label}: dense layers of {spec.dense[0].in_features} numbers follow "
+            f"hidden states of {size}",
+            hint="the modules and the model are of different saves",
+        )
+    return Pooler(pooling=pooling, spec=spec, tensors=checkpoint.pooler_tensors)
+
+
+def _encoder_pooler(
+    options: ExportOptions, checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig
+) -> tuple[ExportOptions, Pooler]:
+    """As `_with_pooler`, for encoders: models of embeddings, or cross-encoders."""
+    encoder, size = encoders.find(tower.config.get("model_type")), config.hidden_size
+    if options.reranker:
+        raise UnsupportedModelError(
+            "--reranker is for models that generate; this one is an encoder",
+            hint="leave it out: a classification head is found by itself",
+        )
+    if encoder is not None and is_classifier(tower.config):
+        head = encoder.classifier(ConfigReader(tower.config), size)
+        found = classifier_pooler(head, tower, size)
+        return replace(options, pooling=found.pooling), found
+    pooling = options.pooling or checkpoint.pooling
+    if not pooling:
+        raise UnsupportedModelError(
+            f"{checkpoint.label} is an encoder without modules.json, which names its pooling",
+            hint="give --pooling cls or --pooling mean, as its model card says",
+        )
+    return replace(options, pooling=pooling), _text_pooler(pooling, checkpoint, size)
+
+
+def _write_texts(folder: Path, checkpoint: Checkpoint, pooler: Pooler | None) -> None:
+    write_pooler(folder, {} if pooler is None else pooler.tensors)
     for name, content in checkpoint.tokenizer_files.items():
         (folder / name).write_bytes(content)
     contents = checkpoint.config, checkpoint.generation_config
@@ -178,8 +257,10 @@ def _choose_taps(
     num_layers = config.num_hidden_layers
     if options.pooling:
         refuse_rotated(checkpoint, "--pooling")
-        if options.pooling not in ("last", "mean"):
-            raise UnsupportedModelError(f"--pooling {options.pooling}: give last or mean")
+        if options.pooling not in POOLINGS:
+            raise UnsupportedModelError(
+                f"--pooling {options.pooling}: give {', '.join(POOLINGS[:-1])} or {POOLINGS[-1]}"
+            )
         if options.hidden_taps or options.draft_model_dir is not None or options.is_eagle_base:
             raise UnsupportedModelError(
                 "--pooling: a model that embeds texts is no base of a draft",
@@ -211,6 +292,7 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
         if name not in others
         and not name.startswith(cut)
         and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        and not (not config.is_causal and name.startswith(_HEADS))
     ]
     hint = ""
     if any(name.startswith(f"model.layers.{layers}.") for name in left):

@@ -16,6 +16,7 @@ from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
 from edgellm.export.draft_checkpoints import kinds
+from edgellm.export.pooling.sentence_transformers import read_modules, score_activation
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -131,6 +132,7 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
             f"{folder}: the model_type of config.json is not a text", hint=_REMEDY
         )
     found = read_tokenizer(folder) if tokenizer else TokenizerFiles({})
+    pooler = read_modules(folder, lambda module: _open_tensors(module, _WHOLE))
     return Checkpoint(
         label=str(folder),
         config=config,
@@ -141,6 +143,10 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
         processor_files=_processor_files(folder),
         last_token=found.last_token,
         eos_token_id=found.eos_token_id,
+        pooling=pooler.pooling if pooler is not None else "",
+        pooler=pooler.spec if pooler is not None else None,
+        pooler_tensors=pooler.tensors if pooler is not None else {},
+        score_activation=score_activation(folder),
     )
 
 

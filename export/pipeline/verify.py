@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.commands.extras import install
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
 from edgellm.core.graph_roles import COMMIT, DECODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import DecoderSpec
@@ -75,6 +75,11 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str
         EdgeLLMError: outputs differ; torch, transformers or onnxruntime is missing, or transformers
             or onnxruntime cannot compute the checkpoint.
     """
+    if not manifest.decoder.is_causal:
+        raise UnsupportedModelError(
+            f"--verify compares logits, which an encoder ({manifest.decoder.model_type}) has not",
+            hint="leave out --verify",
+        )
     token_ids, what = _compared_ids(bundle, manifest)
     reference = _expected(checkpoint, bundle, manifest, token_ids)
     expected = reference.outputs

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from edgellm.core import manifest, model_spec
+from edgellm.device_runtime.request_files.embed_requests import EmbedRequest, RerankRequest
 from edgellm.device_runtime.request_files.request_file import ContentItem, Message, Options, Request
 from edgellm.device_runtime.sampling.params import OPTIONS
 from edgellm.tools.tables import Table, markdown
@@ -50,10 +51,11 @@ def request_page() -> str:
     """Return Markdown of the fields of request files."""
     head = (
         "# Request files\n\n`llm_inference --inputFile` reads the fields of `Options`, and "
-        "`requests`, a list of `Request`. Unknown fields are rejected; "
+        "`requests`, a list of `Request`, `EmbedRequest` or `RerankRequest`. Unknown fields are "
+        "rejected; "
         "[answers](answers.md) describes the output.\n"
     )
-    kinds = (Options, Request, Message, ContentItem)
+    kinds = (Options, Request, Message, ContentItem, EmbedRequest, RerankRequest)
     return "\n".join([head, *map(_struct, kinds)])
 
 

@@ -92,12 +92,15 @@ def _add_openai(app: FastAPI, engines: EnginePool) -> None:
         return await served.respond(request, asks, writer, streams=False)
 
     @app.post("/v1/rerank")
+    @app.post("/v2/rerank")
     @app.post("/rerank")
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Rank documents by similarity to a query."""
+        """Rank documents by a reranker, or by similarity of embeddings to the query."""
         served = await engines.of(body.model, request)
-        writer = RerankWriter(body, served.name)
-        return await served.respond(request, body.asks(served.lora), writer, streams=False)
+        writer = RerankWriter(body, served.llm.pooler, served.name)
+        return await served.respond(
+            request, body.asks(served.llm, served.lora), writer, streams=False
+        )
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:

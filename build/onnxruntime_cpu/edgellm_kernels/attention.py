@@ -27,6 +27,8 @@ from edgellm.core.graph_io import (
 )
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec, is_bounded
 from edgellm.core.onnx_functions import (
+    VISIBLE_AROUND,
+    VISIBLE_BOTH_WAYS,
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,
 )
@@ -39,6 +41,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
 
 # Tokens of a page: small pages waste less on short sequences; one sequence alone is 4 % slower.
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
+_BOTH_WAYS = VISIBLE_BOTH_WAYS, VISIBLE_AROUND
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
@@ -48,7 +51,12 @@ def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec) -> PageSpec:
     rows = _SHARED_ROWS
     if plan.max_batch_size == 1:
         rows = next((each for each in _ALONE_ROWS if plan.kv_capacity % each == 0), rows)
-    windows = tuple(_window(layer) or 0 for layer in layers if not layer.is_shared)
+    # An encoder's texts are one pass, whose tokens attend to later ones, too.
+    windows = tuple(
+        0 if _is_both_ways(layer) else _window(layer) or 0
+        for layer in layers
+        if not layer.is_shared
+    )
     pass_rows = max(_PASS_ROWS, plan.max_verify_tree_size, spec.min_chunk)
     pages = PageSpec(rows, windows, pass_rows)
     return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
@@ -131,16 +139,17 @@ def _emit(
     scales: list[ir.Value],
 ) -> tuple[ir.Value, ...]:
     """The outputs; a layer that shares the cache of an earlier one writes nothing."""
-    window = _window(layer)
+    window, both_ways = _window(layer), _is_both_ways(layer)
     packed = None if layer.is_shared else packed_rows(layer.q, layer.k, layer.v)
     rows = (layer.q, None, None) if layer.is_shared else (layer.q, layer.k, layer.v)
     given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
     given |= {"rotary_interleaved": 1} if layer.interleaved else {}
+    given |= {"bidirectional": 1} if both_ways else {}
     outputs = graph.nodes(
         "CachedAttention",
         [
             *((packed, None, None) if packed is not None else rows),
-            *caches, passes.sequences, passes.table(window or 0), *tables,
+            *caches, passes.sequences, passes.table(0 if both_ways else window or 0), *tables,
             layer.positions, passes.masks,
             *([None, None, _sinks(graph, layer), *scales] if scales or layer.sinks else []),
         ],
@@ -171,7 +180,7 @@ def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:
 def _window(layer: CachedAttention) -> int | None:
     """Window of a layer, besides the tree mask; None: all positions."""
     call = layer.visible.producer()
-    if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW):
+    if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW, *_BOTH_WAYS):
         raise UnsupportedModelError(
             f"{layer.call.name}: edgellm's kernels do not know this mask",
             hint="give --kernels onnxruntime",
@@ -179,6 +188,12 @@ def _window(layer: CachedAttention) -> int | None:
     require_known(call, "window")
     window = call.attributes.get("window")
     return None if window is None else window.as_int()
+
+
+def _is_both_ways(layer: CachedAttention) -> bool:
+    """Whether tokens attend to later ones of the pass."""
+    call = layer.visible.producer()
+    return call is not None and is_call(call, *_BOTH_WAYS)
 
 
 def _scales(graph: GraphEditor, cache: KVCacheSpec, index: int) -> list[ir.Value]:

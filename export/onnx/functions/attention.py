@@ -262,6 +262,30 @@ def visible_slots(*, windowed: bool) -> ir.Function:
     return local_function(name, "tree_mask position_ids write_index slots", body, window)
 
 
+def visible_both_ways(*, windowed: bool) -> ir.Function:
+    """Attention mask of an encoder's slots, bool [S, C]: all that are written.
+
+    position_ids int64 [A, S], write_index int64 [1], slots int64 [C], which are 0, 1, ... In a
+    window, a token attends to slots less than `window` before or after its own.
+    """
+
+    def body(op: Op, positions: ir.Value, write_index: ir.Value, slots: ir.Value) -> ir.Value:
+        zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+        rows = op.Squeeze(op.Shape(positions, start=1, end=2))
+        own = op.Add(op.Range(zero, rows, one), write_index)  # [S]
+        column = op.Unsqueeze(own, integers(op, 1))
+        is_written = op.Less(slots, op.Add(write_index, rows))
+        visible = op.And(op.Unsqueeze(is_written, integers(op, 0)), op.GreaterOrEqual(column, zero))
+        if not windowed:
+            return visible
+        width = op.Constant(value_int=ir.RefAttr("value_int", "window", _INT))
+        return op.And(visible, op.Less(op.Abs(op.Sub(slots, column)), width))
+
+    name = onnx_functions.VISIBLE_AROUND if windowed else onnx_functions.VISIBLE_BOTH_WAYS
+    window = {"window": _INT} if windowed else {}
+    return local_function(name, "position_ids write_index slots", body, window)
+
+
 def rotary_tables(dtype: ir.DataType) -> ir.Function:
     """Cos and sin [C, R / 2] of all positions, slots int64 [C], times `scale`; inv_freq [R / 2].
 

@@ -7,6 +7,7 @@ import ollama
 import openai
 import pytest
 from conftest import make_checkpoint
+from encoder_checkpoints import make_encoder
 from serve_process import serving
 
 from edgellm.build.engine import build_engine
@@ -14,6 +15,7 @@ from edgellm.build.plan import Plan
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime import LLM
 from edgellm.export import models
+from edgellm.export.encoders import bert
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -34,6 +36,19 @@ def embedder(tmp_path_factory):
     vectors = [llm.embed(llm.tokenizer.encode(text, add_special_tokens=True)) for text in TEXTS]
     with serving(folder / "engine", "--modelName", "tiny") as server:
         yield server, llm, vectors
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory):
+    """A cross-encoder, served."""
+    folder = tmp_path_factory.mktemp("ranker")
+    kind = "AutoModelForSequenceClassification"
+    source = make_encoder(folder / "checkpoint", kind, **bert.TINY, num_labels=1)
+    export_llm(open_checkpoint(str(source)), folder / "bundle", ExportOptions(dtype="fp32"))
+    plan = Plan(max_input_len=48, kv_capacity=48, threads=1)
+    build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
+    with serving(folder / "engine") as server:
+        yield server, LLM(folder / "engine")
 
 
 def test_embeddings_are_those_of_the_engine(embedder):
@@ -79,7 +94,23 @@ def test_an_adapter_embeds(embedder):
     (ask,) = EmbeddingRequest(input="w20").asks(llm, "tuned")
     assert ask.lora == "tuned"
     with pytest.raises(RequestError, match="no adapter 'tuned'"):
-        llm.embed(ask.token_ids(llm), lora=ask.lora)
+        llm.embed_input(ask)
+
+
+def test_prompts_and_long_texts(embedder):
+    """`prompt_name` and `truncate` are names of text-embeddings-inference."""
+    server, llm, _ = embedder
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    options = {"encoding_format": "float", "extra_body": {"truncate": True}}
+    (one,) = client.embeddings.create(model="tiny", input="w20 " * 60, **options).data
+    np.testing.assert_array_equal(np.float32(one.embedding), llm.embed("w20 " * 60, truncate=True))
+    named = {"extra_body": {"prompt_name": "query"}}
+    with pytest.raises(openai.BadRequestError, match="the model has no prompt 'query'"):
+        client.embeddings.create(model="tiny", input="w20", **named)
+    ids = [[20, 30], [21]]
+    found = client.embeddings.create(model="tiny", input=ids, dimensions=12).data
+    for vector, each in zip(found, ids, strict=True):
+        np.testing.assert_array_equal(np.float32(vector.embedding), llm.embed(each, dimensions=12))
 
 
 def test_documents_are_ranked_by_similarity(embedder):
@@ -93,6 +124,30 @@ def test_documents_are_ranked_by_similarity(embedder):
     assert first["index"] == best
     assert first["relevance_score"] == pytest.approx(scores[best])
     assert first["document"] == {"text": TEXTS[1 + best]}
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_a_reranker_ranks(path, ranker):
+    server, llm = ranker
+    documents = ["w30 w31", {"text": "w20 w40"}, "w50"]
+    body = {"query": "w20", "documents": documents, "return_documents": False}
+    status, found = server.json(path, body)
+    assert status == 200
+    expected = llm.rerank("w20", ["w30 w31", "w20 w40", "w50"])
+    results = [{"index": one.index, "relevance_score": one.score} for one in expected]
+    assert found["results"] == results
+    assert found["usage"]["total_tokens"] == 3 * 3 + 3 + 5
+    status, found = server.json("/v1/embeddings", {"input": "w20"})
+    assert status == 400
+    assert "scores documents and does not embed" in found["error"]["message"]
+    for wrong, said in (({"instruction": "w20"}, "no instruction"), ({"top_n": 0}, "top_n")):
+        status, found = server.json(path, body | wrong)
+        assert status == 400
+        assert said in str(found["error"])
+    chat = {"messages": [{"role": "user", "content": "w20"}]}
+    for route, asked in (("/v1/completions", {"prompt": "w20"}), ("/v1/chat/completions", chat)):
+        status, found = server.json(route, asked)
+        assert status == 400
 
 
 def test_an_engine_that_answers_does_not_embed(server):

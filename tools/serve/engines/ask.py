@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
+from edgellm.device_runtime.api.pooler import EmbeddingInput, RerankInput
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.multimodal.media import Source
@@ -37,25 +38,7 @@ class EngineRequest:
         return [replace(self, sampling=replace(self.sampling, seed=seed % 2**63)) for seed in seeds]
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingJob:
-    """A text to embed."""
-
-    text: str | tuple[int, ...]
-    lora: str | None = None  # name of the LoRA adapter
-    truncates: bool = False  # a text that is longer than the engine takes
-
-    def token_ids(self, llm: LLM) -> list[int]:
-        """Token ids of the text, with the tokenizer's special tokens."""
-        if not isinstance(self.text, str):
-            return [*self.text]
-        ids = llm.tokenizer.encode(self.text, add_special_tokens=True)
-        limit = min(llm.manifest.max_input_len, llm.manifest.max_kv_cache_capacity)
-        if not self.truncates or len(ids) <= limit:
-            return ids
-        plain = llm.tokenizer.encode(self.text, add_special_tokens=False)
-        end = ids[-1:] if ids[-1:] != plain[-1:] else []  # a special token that ends every text
-        return [*ids[: limit - len(end)], *end]
+Ask: TypeAlias = EngineRequest | EmbeddingInput | RerankInput  # one sequence of a job
 
 
 def start(llm: LLM, ask: EngineRequest) -> RequestOutput:

@@ -11,7 +11,7 @@ from starlette.types import Receive
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import Step
-from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
+from edgellm.tools.serve.engines.ask import Ask, EngineRequest
 from edgellm.tools.serve.engines.event_queue import loop_event_queue
 from edgellm.tools.serve.engines.events import (
     Event,
@@ -53,7 +53,7 @@ class Call:
         self,
         *,
         worker: Worker,
-        asks: Sequence[EngineRequest] | Sequence[EmbeddingJob],
+        asks: Sequence[Ask],
         request: Connection,
         total_timeout_s: float,
     ) -> None:

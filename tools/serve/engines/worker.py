@@ -15,11 +15,12 @@ from edgellm.core.errors import (
     UnexpectedError,
 )
 from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
+from edgellm.device_runtime.api.pooler import EmbeddingInput, RerankInput
 from edgellm.device_runtime.request_faults import as_failure
 from edgellm.device_runtime.scheduler.running_batch import OutOfTimeError
 from edgellm.device_runtime.scheduler.scheduler import AGING_S
 from edgellm.tools.serve import heap
-from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest, start
+from edgellm.tools.serve.engines.ask import Ask, EngineRequest, start
 from edgellm.tools.serve.engines.events import Event, Failed, Finished, OutputSwitch, Started
 from edgellm.tools.serve.engines.metrics import Metrics
 from edgellm.tools.serve.http.errors import ApiError
@@ -35,7 +36,7 @@ class AbandonedError(Exception):
 class Job:
     """One request in the queue or the batch of a worker."""
 
-    asks: tuple[EngineRequest | EmbeddingJob, ...]
+    asks: tuple[Ask, ...]
     post: Callable[[Event], object]  # sends an event to the client's task; thread-safe
     deadline: float  # of time.monotonic()
     priority: int = 0  # smaller goes first
@@ -209,11 +210,9 @@ class Worker:
             job.notify(at, self._started(asks[at], answer))
         if answers:
             self._generate(job, answers, began)
-        texts = [
-            (ask.token_ids(self.llm), ask.lora) for ask in job.asks if isinstance(ask, EmbeddingJob)
-        ]
-        for token_ids, lora in texts:
-            self._embed(job, token_ids, lora, began)
+        for ask in job.asks:
+            if isinstance(ask, EmbeddingInput | RerankInput):
+                self._embed(job, ask, began)
 
     def _started(self, ask: EngineRequest, answer: RequestOutput) -> Started:
         if ask.prompt_logprobs is None:
@@ -223,19 +222,19 @@ class Worker:
         found = self.llm.read_logprobs(ids, ask.prompt_logprobs, before_pass, ask.lora)
         return Started(len(ids), tuple(ids), tuple(found))
 
-    def _embed(self, job: Job, token_ids: list[int], lora: str | None, began: float) -> None:
-        vector = self.llm.embed(token_ids, functools.partial(self._check, job), lora)
+    def _embed(self, job: Job, ask: EmbeddingInput | RerankInput, began: float) -> None:
+        embedding = self.llm.embed_input(ask, functools.partial(self._check, job))
         queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
         found = Finished(
             finish_reason="stop",
-            prompt_tokens=len(token_ids),
+            prompt_tokens=embedding.prompt_tokens,
             cached_tokens=0,
             completion_tokens=0,
             rounds=(),
             queue_ms=queue_ms,
             first_token_ms=(now - job.arrived) * 1e3,
             generation_ms=0.0,
-            embedding=vector,
+            embedding=embedding.vector,
         )
         self._metrics.finished(found, now - job.arrived)
         job.post(found)

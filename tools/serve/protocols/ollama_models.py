@@ -13,13 +13,13 @@ from pydantic import Field
 
 from edgellm.core.manifest import Engine
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.api.pooler import EmbeddingInput
 from edgellm.device_runtime.text import reasoning_marks
 from edgellm.tools.serve import tool_calls
-from edgellm.tools.serve.engines.ask import EmbeddingJob
 from edgellm.tools.serve.engines.events import Finished
 from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.protocols.ollama import LATEST, KeepAlive, Options, keep_seconds
-from edgellm.tools.serve.protocols.openai.embeddings import VectorWriter, shortened
+from edgellm.tools.serve.protocols.openai.embeddings import VectorWriter
 from edgellm.tools.serve.routing.engine_pool import Place
 from edgellm.tools.serve.schemas.openai import MAX_PROMPTS
 from edgellm.tools.serve.schemas.response_format import Body
@@ -43,9 +43,17 @@ class _OllamaEmbedding(Body):
         """The texts."""
         raise NotImplementedError
 
-    def asks(self, lora: str | None) -> list[EmbeddingJob]:
-        """The embedding jobs."""
-        return [EmbeddingJob(text, lora, truncates=self.truncate) for text in self.texts()]
+    @property
+    def size(self) -> int | None:
+        """Dimensions of the vectors; None: the model's."""
+        return None
+
+    def asks(self, lora: str | None) -> list[EmbeddingInput]:
+        """The inputs of the engine."""
+        return [
+            EmbeddingInput(text=text, dimensions=self.size, truncate=self.truncate, lora=lora)
+            for text in self.texts()
+        ]
 
     def ignored(self) -> list[str]:
         """Names of given fields that have no effect."""
@@ -62,6 +70,11 @@ class OllamaEmbed(_OllamaEmbedding):
 
     input: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
     dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def size(self) -> int | None:
+        """See `_OllamaEmbedding`."""
+        return self.dimensions
 
     def texts(self) -> list[str]:
         """The texts."""
@@ -90,10 +103,9 @@ class EmbedWriter(VectorWriter):
         vectors = self._add(figures)
         if isinstance(self._body, OllamaEmbeddings):
             return {"embedding": vectors[0].tolist()}
-        size = self._body.dimensions
         return {
             "model": self._model,
-            "embeddings": [shortened(vector, size).tolist() for vector in vectors],
+            "embeddings": [vector.tolist() for vector in vectors],
             "total_duration": round(figures.first_token_ms * _PER_MS),
             "load_duration": 0,
             "prompt_eval_count": self._usage()["prompt_tokens"],

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from edgellm.device_runtime.api.llm import LLM
-from edgellm.tools.serve.engines.ask import EmbeddingJob, EngineRequest
+from edgellm.tools.serve.engines.ask import Ask, EngineRequest
 from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Call, Connection
 from edgellm.tools.serve.engines.worker import Worker
@@ -44,7 +44,9 @@ class EngineHandler:
         return self.lora or self.model.name
 
     def call(
-        self, asks: Sequence[EngineRequest] | Sequence[EmbeddingJob], connection: Connection
+        self,
+        asks: Sequence[Ask],
+        connection: Connection,
     ) -> Call:
         """Queues a request; raises as `Call`."""
         return Call(
@@ -57,7 +59,7 @@ class EngineHandler:
     async def respond(
         self,
         request: Request,
-        asks: Sequence[EngineRequest] | Sequence[EmbeddingJob],
+        asks: Sequence[Ask],
         writer: Writer,
         *,
         streams: bool,

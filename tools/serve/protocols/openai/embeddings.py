@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from edgellm.device_runtime.api.llm import LLM, Step
-from edgellm.tools.serve.engines.ask import EmbeddingJob
+from edgellm.device_runtime.api.pooler import EmbeddingInput, Pooler, RerankInput
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
@@ -36,21 +36,35 @@ class EmbeddingRequest(Body):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
+    prompt_name: str | None = None  # of the model's prompts; of texts only
+    truncate: bool = False  # texts that are longer than the engine takes
 
-    def asks(self, llm: LLM, lora: str | None) -> list[EmbeddingJob]:
-        """The embedding jobs.
+    def asks(self, llm: LLM, lora: str | None) -> list[EmbeddingInput]:
+        """The inputs of the engine.
 
         Raises:
             ApiError: more dimensions than the model has.
         """
-        if (self.dimensions or 0) > (maximum := llm.manifest.decoder.hidden_size):
+        if (self.dimensions or 0) > (maximum := llm.pooler.size):
             raise ApiError(400, f"dimensions: the model has {maximum}", param="dimensions")
+        return [
+            EmbeddingInput(
+                text=text,
+                prompt_name=self.prompt_name,
+                dimensions=self.dimensions,
+                truncate=self.truncate,
+                lora=lora,
+            )
+            for text in self._texts()
+        ]
+
+    def _texts(self) -> list[str | tuple[int, ...]]:
         if isinstance(self.input, str):
-            return [EmbeddingJob(self.input, lora)]
+            return [self.input]
         if isinstance(self.input[0], int):
-            return [EmbeddingJob(tuple(one for one in self.input if isinstance(one, int)), lora)]
+            return [tuple(one for one in self.input if isinstance(one, int))]
         texts = [one for one in self.input if not isinstance(one, int)]
-        return [EmbeddingJob(one if isinstance(one, str) else tuple(one), lora) for one in texts]
+        return [one if isinstance(one, str) else tuple(one) for one in texts]
 
 
 class RerankText(Body):
@@ -67,22 +81,23 @@ class RerankRequest(Body):
     documents: Annotated[list[str | RerankText], Field(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
+    instruction: str | None = None  # what the query asks for; of rerankers that take one
+    truncate: bool = True  # documents that are longer than the engine takes
 
     def texts(self) -> list[str]:
         """The texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
-    def asks(self, lora: str | None) -> list[EmbeddingJob]:
-        """The embedding jobs, the query first."""
-        return [EmbeddingJob(text, lora) for text in (self.query, *self.texts())]
-
-
-def shortened(vector: NDArray[np.float32], size: int | None) -> NDArray[np.float32]:
-    """The first elements of a vector, of length 1; None: all of them."""
-    if size is None:
-        return vector
-    vector = vector[:size]
-    return vector / max(float(np.linalg.norm(vector)), 1e-12)
+    def asks(self, llm: LLM, lora: str | None) -> list[RerankInput] | list[EmbeddingInput]:
+        """The inputs of the engine; see `Pooler.rank_inputs`."""
+        wanted = RerankInput(
+            query=self.query,
+            document="",
+            instruction=self.instruction,
+            truncate=self.truncate,
+            lora=lora,
+        )
+        return llm.pooler.rank_inputs(wanted, self.texts())
 
 
 class VectorWriter(OneText):
@@ -133,29 +148,25 @@ class EmbeddingWriter(VectorWriter):
         return {"object": "list", "data": data, "model": self._model, "usage": self._usage()}
 
     def _encoded(self, vector: NDArray[np.float32]) -> list[float] | str:
-        vector = shortened(vector, self._body.dimensions)
         if self._body.encoding_format == "base64":
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return vector.tolist()
 
 
 class RerankWriter(VectorWriter):
-    """Writes documents by cosine similarity to the query, best first."""
+    """Writes documents by their score, best first; of embeddings it is the cosine to the query."""
 
-    def __init__(self, body: RerankRequest, model: str) -> None:
+    def __init__(self, body: RerankRequest, pooler: Pooler, model: str) -> None:
         super().__init__(model)
-        self._body = body
+        self._body, self._pooler = body, pooler
 
     def whole(self, figures: Finished) -> _Event:
         """The body with all documents so far."""
-        query, *documents = self._add(figures)
-        scores = [float(vector @ query) for vector in documents]
-        order = sorted(range(len(scores)), key=lambda index: -scores[index])
         texts = self._body.texts()
         results = [
-            {"index": index, "relevance_score": scores[index]}
-            | ({"document": {"text": texts[index]}} if self._body.return_documents else {})
-            for index in order[: self._body.top_n]
+            {"index": each.index, "relevance_score": each.score}
+            | ({"document": {"text": texts[each.index]}} if self._body.return_documents else {})
+            for each in self._pooler.ranked(self._add(figures))[: self._body.top_n]
         ]
         head = {"id": f"rerank-{uuid.uuid4().hex}", "model": self._model}
         return {**head, "results": results, "usage": self._usage()}

@@ -1,0 +1,1 @@
+"""What follows the hidden states of embedding models and rerankers: pooling, dense layers."""
