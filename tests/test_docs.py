@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -19,7 +20,12 @@ from serve_process import serving
 from typer.core import TyperGroup
 
 from edgellm.build import backends
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan
 from edgellm.device_runtime import runners
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.scripts.site.files import comments, manifest_page, request_page
 from edgellm.scripts.site.flags import command_page, commands
 
@@ -157,7 +163,38 @@ def followed(eagle_pair, tmp_path_factory) -> tuple[Path, dict[str, str], str]:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
+    _add_pooled_engines(folder, eagle_pair.base_checkpoint)
     return folder, shell, result.stdout
+
+
+def _add_pooled_engines(folder: Path, checkpoint: Path) -> None:
+    """The tiny model as `embedder` with prompts, and a tiny cross-encoder as `reranker`."""
+    from encoder_checkpoints import make_encoder
+
+    from edgellm.export.encoders import bert
+
+    model = shutil.copytree(checkpoint, folder / "embedding-model")
+    size = json.loads((model / "config.json").read_text("utf-8"))["hidden_size"]
+    pooling = {"embedding_dimension": size, "pooling_mode": "lasttoken"}
+    names = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{name}"}
+        for path, name in names.items()
+    ]
+    (model / "1_Pooling").mkdir()
+    for path, content in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", pooling),
+        ("config_sentence_transformers.json", {"prompts": {"query": "w20 "}}),
+    ):
+        (model / path).write_text(json.dumps(content), "utf-8")
+    kind = "AutoModelForSequenceClassification"
+    make_encoder(folder / "ranking-model", kind, **bert.TINY, num_labels=1)
+    for name, source in (("embedder", model), ("reranker", folder / "ranking-model")):
+        bundle = folder / f"{name}-bundle"
+        export_llm(open_checkpoint(str(source)), bundle, ExportOptions(dtype="fp32"))
+        plan = Plan(max_input_len=48, kv_capacity=48, threads=1)
+        build_engine("llm", bundle, folder / name, plan, "onnxruntime", lambda _: None)
 
 
 def test_the_tutorial_runs(followed):
