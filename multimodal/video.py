@@ -238,7 +238,9 @@ def _rate(stream: Any, total: int, seconds: Fraction) -> float:
 
 def _opened(av: Any, data: bytes) -> Any:
     """A container; texts of the file that are not UTF-8 do not matter."""
-    return av.open(io.BytesIO(data), metadata_errors="replace")
+    # PyAV 19 always opens such files, and has no option for it.
+    options = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    return av.open(io.BytesIO(data), **options)
 
 
 def _stream(container: Any) -> Any:
