@@ -280,11 +280,11 @@ def _upright(frame: Any) -> Image.Image:
     angles are rounded to the nearest right angle.
     """
     image = frame.to_image()
-    for item in frame.side_data:
-        if item.type.name == "DISPLAYMATRIX":
-            a, b, _, c, d = np.frombuffer(item, "=i4")[:5].astype(float)
-            is_swapped = abs(b) + abs(c) > abs(a) + abs(d)
-            signs = (b < 0, c < 0) if is_swapped else (a < 0, d < 0)
-            turn = _TURNS.get((is_swapped, *signs))
-            return image if turn is None else image.transpose(turn)
-    return image
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return image
+    a, b, _, c, d = np.frombuffer(matrix, "=i4")[:5].astype(float)
+    is_swapped = abs(b) + abs(c) > abs(a) + abs(d)
+    signs = (b < 0, c < 0) if is_swapped else (a < 0, d < 0)
+    turn = _TURNS.get((is_swapped, *signs))
+    return image if turn is None else image.transpose(turn)
