@@ -12,7 +12,7 @@ from conftest import make_checkpoint
 from gguf_files import CASES, write_gguf
 from gguf_hybrids import HYBRIDS, write_hybrid
 from gguf_text import TEXTS
-from mixed_gguf import scaled_blocks
+from mixed_gguf import scaled_blocks, type_of
 from portable import open_portable
 from transformers import AutoModelForCausalLM
 
@@ -53,11 +53,18 @@ EVEN = {
     "shared_intermediate_size": 96,
     "moe_intermediate_size": 64,
 }
+TERNARY = {
+    **dict.fromkeys(("attn_q", "ffn_down"), "TQ1_0"),
+    **dict.fromkeys(("attn_k", "ffn_gate"), "TQ2_0"),
+    **dict.fromkeys(("attn_v", "output"), "Q1_0"),
+    **dict.fromkeys(("attn_output", "ffn_up", "token_embd"), "Q2_0"),
+}
 OTHERS = {**HYBRIDS, **TEXTS}
 FILES = {
     **{name: (name, {}, KINDS) for name in
        ("gemma2", "gemma3", "granite", "olmo2", "olmo3", "phi3", "smollm3")},
     "qwen3moe": ("qwen3moe", WIDE, K_KINDS),
+    "ternary": ("qwen3", WIDE, TERNARY),
     "gpt-oss": ("gpt-oss", {}, MXFP4),
     "qwen3next": ("qwen3next", EVEN, KINDS),
     "qwen35": ("qwen35", {**WIDE, "linear_num_value_heads": 4, "linear_value_head_dim": 64},
@@ -80,7 +87,7 @@ FILES = {
 def encode(kinds, name, array):
     """Any codes, as large as weights are; those of MXFP4 by the package."""
     kind = kinds[name.split(".")[-2]]
-    number = gguf.GGMLQuantizationType[kind]
+    number = type_of(kind)
     if kind == "MXFP4":
         return gguf.quantize(np.ascontiguousarray(array), number), number
     rows = array.reshape(-1, array.shape[-1])
@@ -118,10 +125,11 @@ def test_stored_blocks_equal_the_decoded_floats(name, tmp_path):
     expected = logits(open_portable(tmp_path / "floats", 64))
     found = logits(open_portable(tmp_path / "kept", 64))
     assert distances(found, expected).max() < 1e-4
-    if name not in ("qwen3moe", "gpt-oss", "nemotron_h_moe"):
+    if name not in ("qwen3moe", "gpt-oss", "nemotron_h_moe", "ternary"):
         return
     weights = next((tmp_path / "kept").glob("*weights*"))
-    assert weights.stat().st_size < 1.2 * (tmp_path / "model.gguf").stat().st_size
+    most = 1.5 if name == "ternary" else 1.2  # codes of one bit take two
+    assert weights.stat().st_size < most * (tmp_path / "model.gguf").stat().st_size
     plan = Plan(max_input_len=48, kv_capacity=64, threads=1, options=CpuOptions("edgellm"))
     engine = tmp_path / "engine"
     manifest = build_engine("llm", tmp_path / "kept", engine, plan, "onnxruntime", lambda _: None)

@@ -61,12 +61,47 @@ def random_blocks(kind: str, count: int, seed: int = 7) -> np.ndarray:
 def scaled_blocks(kind: str, count: int, deviation: float, seed: int) -> np.ndarray:
     """As `random_blocks`, with this mean absolute value."""
     form, blocks = FORMS[kind], random_blocks(kind, count, seed)
-    factor = deviation / np.abs(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])).mean()
+    factor = deviation / np.abs(dequantized(kind, blocks)).mean()
     for place in (form.scale, form.minimum):
         if place >= 0:
             halves = np.ascontiguousarray(blocks[:, place : place + 2]).view(np.float16)
             _set_halves(blocks, place, halves[:, 0].astype(np.float32) * factor)
     return blocks
+
+
+# Types that the installed package gguf lacks: number, values and bytes of a block.
+NEWER = {"Q1_0": (41, 128, 18), "Q2_0": (42, 64, 18)}
+
+
+class NewerType(int):
+    """Such a type, as the package's writer takes it."""
+
+    def __new__(cls, kind: str) -> NewerType:
+        made = super().__new__(cls, NEWER[kind][0])
+        made.name = kind
+        gguf.constants.GGML_QUANT_SIZES.setdefault(made, NEWER[kind][1:])
+        return made
+
+
+def type_of(kind: str) -> int:
+    """llama.cpp's type, for the package's writer."""
+    return NewerType(kind) if kind in NEWER else gguf.GGMLQuantizationType[kind]
+
+
+def dequantized(kind: str, rows: np.ndarray) -> np.ndarray:
+    """The float32 values of rows of blocks: by the package, or value by value as ggml does."""
+    if kind not in NEWER:
+        return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    _, values, size = NEWER[kind]
+    bits = 8 * (size - 2) // values
+    found = []
+    for block in rows.reshape(-1, size):
+        scale = block[:2].view(np.float16)[0].astype(np.float32)
+        for index in range(values):
+            code = block[2 + index * bits // 8] >> (index * bits % 8) & ((1 << bits) - 1)
+            weight = int(code) - 1 if bits == 2 else 2 * int(code) - 1
+            found.append(np.float32(weight) * scale)
+    return np.array(found, np.float32).reshape(*rows.shape[:-1], -1)
 
 
 def _set_halves(blocks: np.ndarray, place: int, values: np.ndarray) -> None:

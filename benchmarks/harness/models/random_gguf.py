@@ -26,6 +26,7 @@ _SCALES = {
     "Q5_K": (0, 2, 5e-5), "Q6_K": (208, -1, 2e-5), "IQ4_NL": (0, -1, 3e-4), "IQ4_XS": (0, -1, 2e-5),
 }  # fmt: skip
 KINDS = tuple(_SCALES)
+_TERNARY = {"TQ1_0": (52, -1, 2e-2), "TQ2_0": (64, -1, 2e-2), "Q1_0": (0, -1, 2e-2)}
 MIXED = "Q4_K_M"  # llama.cpp's mixture of Q4_K and Q6_K
 _LARGEST = {"Q4_1": 15, "Q5_1": 31, "Q2_K": 3, "Q4_K": 15, "Q5_K": 31}  # codes of those with minima
 _OUTSIDE = {
@@ -183,7 +184,7 @@ def _blocks(kind: str) -> np.ndarray:
     """Return random blocks with values of about 0.02."""
     _, size = _block_sizes(kind)
     some = np.random.default_rng(0).integers(0, 256, (16384, size), np.uint8)
-    place, minimum, scale = _SCALES[kind]
+    place, minimum, scale = {**_SCALES, **_TERNARY}[kind]
     some[:, place : place + 2] = _half(scale)
     if minimum >= 0:
         sign = 1 if kind.endswith("_K") else -1  # which subtract their minimum

@@ -34,7 +34,7 @@ _KINDS = {
     6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84),
     11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136), 30: ("BF16", 1, 2),
-    39: ("MXFP4", 32, 17),
+    39: ("MXFP4", 32, 17), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18),
 }  # fmt: skip
 
 
@@ -72,6 +72,21 @@ def read_gguf(path: Path) -> GGUFFile:
     return file if count in (0, 1) else _joined(path, count)
 
 
+def _signs(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """A bit for each value: -1 or 1."""
+    return 2 * np.unpackbits(codes, axis=1, bitorder="little").astype(np.float32) - 1
+
+
+def _quarters(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Two bits for each value: -1 to 2."""
+    bits = np.unpackbits(codes, axis=1, bitorder="little").astype(np.float32)
+    return bits[:, ::2] + 2 * bits[:, 1::2] - 1
+
+
+# Types that the package has in newer versions only: a scale, then codes.
+_OWN = {"Q1_0": _signs, "Q2_0": _quarters}
+
+
 def decoded(rows: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
     """Blocks as float32.
 
@@ -80,6 +95,10 @@ def decoded(rows: NDArray[np.uint8], kind: str) -> NDArray[np.float32]:
     """
     from gguf import GGMLQuantizationType, dequantize
 
+    if (own := _OWN.get(kind)) is not None:
+        blocks = rows.reshape(-1, 18)
+        scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+        return (own(blocks[:, 2:]) * scales).reshape(*rows.shape[:-1], -1)
     try:
         return dequantize(rows, GGMLQuantizationType[kind])
     except NotImplementedError:

@@ -1,8 +1,9 @@
 """GGUF: blocks of codes with a scale, some with a minimum; both may be quantized.
 
-Source: the package gguf. A weight is `code * scale + minimum` in float32, as there, so dequantized
-values are bit-identical. Codes of linear layers are INT4 where that has all values. Others are in
-planes (`PackedCodes`), as are those of embeddings, for lookups.
+Sources: the package gguf; for Q1_0 and Q2_0 ggml's `ggml-quants.c`. A weight is
+`code * scale + minimum` in float32, as there, so dequantized values are bit-identical. Codes of
+linear layers are INT4 where that has all values. Others are in planes (`PackedCodes`), as are those
+of embeddings, for lookups.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Form:
         minimum: offset of the float16 minimum or its factor, -1: none.
         by_table: codes stand for IQ4's values.
         factors: returns the codes of scales and minima, int8 [2 or 1, n, values / shared].
+        is_negated: the scale's sign changes, since codes of -1 to 2 are stored as those of 1 to -2.
     """
 
     num_bytes: int
@@ -58,6 +60,7 @@ class Form:
     minimum: int = -1
     by_table: bool = False
     factors: Callable[[U8], np.ndarray] | None = None
+    is_negated: bool = False
 
     @property
     def packed(self) -> PackedCodes:
@@ -95,9 +98,7 @@ def read(weights: Weights, shape: tuple[int, ...], dtype: ir.DataType) -> BlockW
         )
 
     def halves(suffix: str, place: int) -> StoredTensor:
-        def make(rows: U8) -> np.ndarray:
-            return _finite(name, np.ascontiguousarray(rows[:, place : place + 2]).view(np.float16))
-
+        make = partial(_halves, name, form, place)
         return tensor(suffix, ir.DataType.FLOAT16, 1, make)
 
     def factors(suffix: str, place: int, index: int) -> BlockFactors:
@@ -158,13 +159,14 @@ def _plane(form: Form, first: int, bits: int, rows: U8) -> U8:
     return np.bitwise_or.reduce(parts << shifts, -1)
 
 
-def _finite(name: str, halves: np.ndarray) -> np.ndarray:
+def _halves(name: str, form: Form, place: int, rows: U8) -> np.ndarray:
+    halves = np.ascontiguousarray(rows[:, place : place + 2]).view(np.float16)
     if not np.isfinite(halves).all():
         raise BrokenArtifactError(
             f"tensor {name} has a scale that is not a number",
             hint="the file is damaged, or was made of weights that were; fetch it again",
         )
-    return halves
+    return -halves if form.is_negated else halves
 
 
 # Codes, each uint8 [n, values].
@@ -204,6 +206,29 @@ def _q6(rows: U8) -> U8:
 
 def _q3(rows: U8) -> U8:
     return _pairs_of_bits(rows, 32, 96) | _bits(rows, 0) << 2
+
+
+def _ternary(rows: U8) -> U8:
+    """TQ1_0: five values of base 3 in a byte, as a fraction of 256; four in each of the last."""
+    return 3 - np.concatenate(
+        [_digits(rows[:, :32], 5), _digits(rows[:, 32:48], 5), _digits(rows[:, 48:52], 4)], axis=1
+    )
+
+
+def _digits(packed: U8, count: int) -> U8:
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+    fractions = (packed[:, None] * powers).astype(np.uint16)  # of 256: whole parts are dropped
+    return (fractions * 3 >> 8).astype(np.uint8).reshape(len(packed), -1)
+
+
+def _neighbours(rows: U8, begin: int) -> U8:
+    """Two bits of four neighbours in a byte, the lowest first."""
+    return (rows[:, begin:, None] >> _SHIFTS[:, 0] & 3).reshape(len(rows), -1)
+
+
+def _signs(rows: U8) -> U8:
+    """Q1_0: a bit for a scale's sign, as codes of -1 and 1."""
+    return 1 + 2 * np.unpackbits(rows[:, 2:], axis=1, bitorder="little")
 
 
 # Codes of scales and minima, [2 or 1, n, values / shared].
@@ -348,5 +373,35 @@ FORMS = {
         codes=lambda rows: _nibbles(rows, 8, 16),
         by_table=True,
         factors=_iq4_factors,
+    ),
+    "TQ1_0": Form(
+        num_bytes=54,
+        values=256,
+        shared=256,
+        bits=2,
+        is_signed=True,
+        codes=_ternary,
+        scale=52,
+        is_negated=True,
+    ),
+    "TQ2_0": Form(
+        num_bytes=66,
+        values=256,
+        shared=256,
+        bits=2,
+        is_signed=True,
+        codes=lambda rows: 3 - _pairs_of_bits(rows, 0, 64),
+        scale=64,
+        is_negated=True,
+    ),
+    "Q1_0": Form(num_bytes=18, values=128, shared=128, bits=2, is_signed=True, codes=_signs),
+    "Q2_0": Form(
+        num_bytes=18,
+        values=64,
+        shared=64,
+        bits=2,
+        is_signed=True,
+        codes=lambda rows: 3 - _neighbours(rows, 2),
+        is_negated=True,
     ),
 }

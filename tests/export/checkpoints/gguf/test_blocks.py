@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from mixed_gguf import random_blocks
+from mixed_gguf import dequantized, random_blocks
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.export.checkpoints.checkpoint import TensorInfo
@@ -53,7 +52,7 @@ def computed(op: Op, output: ir.Value, folder) -> np.ndarray:
 def test_decoded_values_equal_package_gguf(kind, tmp_path):
     width = 2 * FORMS[kind].values
     rows = random_blocks(kind, 2 * _ROWS).reshape(_ROWS, -1)
-    expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    expected = dequantized(kind, rows)
     source = Held("proj.weight", kind, (_ROWS, width), rows)
     op = Op(ir.DataType.FLOAT)
     weight = read(Weights(source=source, prefix="proj."), (_ROWS, width), op.dtype)
@@ -69,7 +68,7 @@ def test_decoded_values_equal_package_gguf(kind, tmp_path):
 def test_looked_up_rows_equal_package_gguf(kind, tmp_path):
     width = FORMS[kind].values
     rows = random_blocks(kind, _ROWS)
-    expected = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    expected = dequantized(kind, rows)
     source = Held("embed_tokens.weight", kind, (_ROWS, width), rows)
     op = Op(ir.DataType.FLOAT)
     table = Embedding(
