@@ -121,6 +121,8 @@ WINDOW_SLOTS = "window_slots"  # int64 [W * Z]; the patch in each slot of the pa
 WINDOW_MASK = "window_mask"  # bool [W, Z]; false: padding, whose slot may hold any patch
 WINDOW_ROWS = "window_rows"  # int64 [P]; the slot of each patch
 POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of positions
+# float32 [P, G * G]; weights of all learned positions, of which G are along a side
+POS_EMBED_SHARES = "pos_embed_shares"
 POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; weight of each neighbour
 IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
 DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is added after layer i

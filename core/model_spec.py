@@ -212,6 +212,8 @@ class VisionSpec:
     image_size: int  # E of tiles, 0 without
     tokens_per_tile: int  # 0 without tiles
     num_parameters: int
+    # The table is interpolated with antialiasing: `POS_EMBED_SHARES`, not four neighbours
+    antialiases_positions: bool = False
 
     @property
     def patch_values(self) -> int:

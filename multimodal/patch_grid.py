@@ -13,6 +13,7 @@ from edgellm.core.errors import RequestError
 from edgellm.core.graph_io import (
     PATCH_POSITIONS,
     POS_EMBED_INDEX,
+    POS_EMBED_SHARES,
     POS_EMBED_WEIGHT,
     WINDOW_MASK,
     WINDOW_ROWS,
@@ -32,6 +33,8 @@ def grid_inputs(rows: int, columns: int, spec: VisionSpec) -> dict[str, np.ndarr
     if spec.image_size:
         return {}
     positions = patch_positions(rows, columns, spec.merge_size)
+    if spec.antialiases_positions:  # the only positions of such encoders
+        return {POS_EMBED_SHARES: position_shares(positions, rows, columns, spec.position_grid)}
     inputs: dict[str, np.ndarray] = {PATCH_POSITIONS: positions}
     if spec.window_size:
         slots, mask, places = window_arrays(positions, rows, columns, spec.window_size)
@@ -96,6 +99,28 @@ def position_neighbours(
     up, near = 1 - down, 1 - right
     weight = np.stack([up * near, up * right, down * near, down * right])
     return index, weight.astype(np.float32)
+
+
+def position_shares(positions: I64, rows: int, columns: int, side: int) -> NDArray[np.float32]:
+    """Bilinear interpolation with antialiasing of a table of `side` by `side` positions.
+
+    Pixels are areas, so corners are not aligned. A table that is reduced has wider triangles.
+
+    Returns:
+        Weights of the table's rows, float32 [P, side * side].
+    """
+    down = _axis_shares(rows, side)[positions[:, 0]]
+    across = _axis_shares(columns, side)[positions[:, 1]]
+    return (down[:, :, None] * across[:, None]).reshape(len(positions), -1)
+
+
+def _axis_shares(length: int, side: int) -> NDArray[np.float32]:
+    """Weights float32 [length, side] of an axis; each row has the sum 1."""
+    scale = np.float32(side) / np.float32(length)
+    centers = (np.arange(length, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+    distances = np.abs(np.arange(side, dtype=np.float32) - centers[:, None])
+    shares = np.maximum(1 - distances / max(scale, np.float32(1)), 0)
+    return (shares / shares.sum(axis=1, keepdims=True)).astype(np.float32)
 
 
 def _axis_neighbours(place: I64, length: int, side: int) -> tuple[I64, NDArray[np.float32]]:

@@ -140,10 +140,7 @@ class ImageReader:
                 f"tokens, the engine was built for {least} and more",
                 hint=f"enlarge it, or build with --minImageTokens {prepared.num_tokens}",
             )
-        inputs = {PIXEL_VALUES: prepared.pixels}
-        embeds, deepstack = self._network.encode(
-            inputs | grid_inputs(*prepared.grid, self.manifest.vision)
-        )
+        embeds, deepstack = self._encode(prepared)
         small = Prepared(
             pixels=np.zeros(0, np.float32),
             grid=prepared.grid,
@@ -160,6 +157,17 @@ class ImageReader:
             )
         )
         return self._kept[key]
+
+    def _encode(self, prepared: Prepared) -> tuple[F32, F32]:
+        """Features of an image, of all its passes."""
+        grids, begin, found = prepared.passes or (prepared.grid,), 0, list[tuple[F32, F32]]()
+        for rows, columns in grids:
+            end = begin + rows * columns if len(grids) > 1 else len(prepared.pixels)
+            inputs = {PIXEL_VALUES: prepared.pixels[begin:end]}
+            inputs |= grid_inputs(rows, columns, self.manifest.vision)
+            found.append(self._network.encode(inputs))
+            begin = end
+        return _joined(found)
 
     def _watch(self, source: Video, folder: Path, room: int) -> EncodedImages:
         """Encode a video, one frame, or temporal patch, at a time."""
@@ -192,8 +200,7 @@ class ImageReader:
             )
         fixed = grid_inputs(*prepared.whole.grid, self.manifest.vision)
         found = [self._network.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
-        embeds = np.concatenate([embeds for embeds, _ in found])
-        deepstack = np.concatenate([levels for _, levels in found], axis=1)
+        embeds, deepstack = _joined(found)
         self._keep(
             EncodedImages(
                 content=key,
@@ -250,6 +257,14 @@ class ImageReader:
             spans=_runs(places) if self._is_bidirectional else (),
         )
         return Prompt(ids.tolist(), rows)
+
+
+def _joined(found: Sequence[tuple[F32, F32]]) -> tuple[F32, F32]:
+    """Features of several passes, one after the other."""
+    if len(found) == 1:
+        return found[0]
+    embeds = np.concatenate([embeds for embeds, _ in found])
+    return embeds, np.concatenate([levels for _, levels in found], axis=1)
 
 
 def _runs(places: I64) -> tuple[tuple[int, int], ...]:

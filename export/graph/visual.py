@@ -90,7 +90,10 @@ def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]
         kinds[graph_io.WINDOW_SLOTS] = integer, [_SLOTS]
         kinds[graph_io.WINDOW_MASK] = ir.DataType.BOOL, [_WINDOWS, spec.window_size**2]
         kinds[graph_io.WINDOW_ROWS] = integer, [_PATCHES]
-    if spec.position_grid:
+    if spec.antialiases_positions:
+        del kinds[graph_io.PATCH_POSITIONS]
+        kinds[graph_io.POS_EMBED_SHARES] = ir.DataType.FLOAT, [_PATCHES, spec.position_grid**2]
+    elif spec.position_grid:
         kinds[graph_io.POS_EMBED_INDEX] = integer, [4, _PATCHES]
         kinds[graph_io.POS_EMBED_WEIGHT] = ir.DataType.FLOAT, [4, _PATCHES]
     return {name: declare(name, kind, shape) for name, (kind, shape) in kinds.items()}

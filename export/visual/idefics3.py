@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import onnx_ir as ir
 
@@ -123,10 +124,39 @@ class Config:
         )
 
 
+class LayerConfig(Protocol):
+    """The facts of a block."""
+
+    @property
+    def size(self) -> int:
+        """Width d."""
+        ...
+
+    @property
+    def inner_size(self) -> int:
+        """Width of the feed-forward network."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of attention."""
+        ...
+
+    @property
+    def activation(self) -> str:
+        """That of the feed-forward network."""
+        ...
+
+    @property
+    def epsilon(self) -> float:
+        """That of the norms."""
+        ...
+
+
 class EncoderLayer:
     """Pre-norm transformer block."""
 
-    def __init__(self, config: Config, weights: Weights) -> None:
+    def __init__(self, config: LayerConfig, weights: Weights) -> None:
         size, epsilon = config.size, config.epsilon
         self.layer_norm1 = LayerNorm(weights / "layer_norm1", size, epsilon)
         self.self_attn = TileAttention(

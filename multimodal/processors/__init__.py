@@ -30,6 +30,7 @@ _FAMILIES = {
     "gemma3": "gemma3",
     "idefics3": "idefics3",
     "internvl": "internvl",
+    "lfm2_vl": "lfm2_vl",
     "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
@@ -49,6 +50,8 @@ class Prepared:
     num_tokens: int  # embeddings from the encoder; each replaces one image token
     prompt: str  # replaces the placeholder: the image tokens, and tags around them
     placeholder: str = ""  # of a video; "": an image's
+    # Grids of several passes of the encoder, whose patches are concatenated; (): one pass
+    passes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from edgellm.multimodal.processors.pixels import (
     CLIP_MEAN,
     CLIP_STD,
     PixelRules,
+    nearest_grid,
     num_tiles,
     require_class,
 )
@@ -95,18 +96,5 @@ class Processor:
                     hint="allow more image tokens",
                 )
             maximum = min(maximum, max(1, allowed - 1))
-        best, best_distance = (1, 1), float("inf")
-        for columns, rows in _arrangements(min(self.min_tiles, maximum), maximum):
-            distance = abs(width / height - columns / rows)
-            # Of equal ratios the larger grid, unless it more than doubles the image
-            larger = width * height > 0.5 * self.tile_size**2 * columns * rows
-            if distance < best_distance or (distance == best_distance and larger):
-                best, best_distance = (rows, columns), distance
-        return best
-
-
-def _arrangements(least: int, maximum: int) -> list[tuple[int, int]]:
-    """(columns, rows) of `least` to `maximum` tiles: few tiles first, then few columns."""
-    sides = range(1, maximum + 1)
-    found = [(c, r) for c in sides for r in sides if least <= c * r <= maximum]
-    return sorted(found, key=lambda arrangement: arrangement[0] * arrangement[1])
+        least = min(self.min_tiles, maximum)
+        return nearest_grid((width, height), self.tile_size, least, maximum)

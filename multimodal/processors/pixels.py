@@ -95,6 +95,35 @@ def merged_patches(
     return patches.reshape(rows * columns * m * m, -1)
 
 
+def nearest_grid(
+    size: tuple[int, int], tile_size: int, least: int, maximum: int
+) -> tuple[int, int]:
+    """Rows and columns of `least` to `maximum` tiles with the aspect ratio nearest to an image's.
+
+    Args:
+        size: width and height of the image.
+        tile_size: in pixels.
+        least: tiles.
+        maximum: tiles.
+    """
+    width, height = size
+    best, best_distance = (1, 1), float("inf")
+    for columns, rows in _arrangements(least, maximum):
+        distance = abs(width / height - columns / rows)
+        # Of equal ratios the larger grid, unless it more than doubles the image
+        larger = width * height > 0.5 * tile_size**2 * columns * rows
+        if distance < best_distance or (distance == best_distance and larger):
+            best, best_distance = (rows, columns), distance
+    return best
+
+
+def _arrangements(least: int, maximum: int) -> list[tuple[int, int]]:
+    """(columns, rows) of `least` to `maximum` tiles: few tiles first, then few columns."""
+    sides = range(1, maximum + 1)
+    found = [(c, r) for c in sides for r in sides if least <= c * r <= maximum]
+    return sorted(found, key=lambda arrangement: arrangement[0] * arrangement[1])
+
+
 def num_tiles(grid: tuple[int, int]) -> int:
     """Tiles of a grid, with the thumbnail if there are several."""
     return grid[0] * grid[1] + (1 if grid != (1, 1) else 0)

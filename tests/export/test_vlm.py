@@ -46,6 +46,8 @@ _TILES = {
     "patch_size": 4,
     "image_size": 16,
 }
+_VISION_LAYERS = {key: _TILES[key] for key in _TILES if "size" in key and key != "image_size"}
+_VISION_LAYERS |= {"num_hidden_layers": 1, "num_attention_heads": 2}
 _QWEN3_5 = {
     **_TEXT, "initializer_range": 0.07, "head_dim": 32, "full_attention_interval": 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
@@ -101,6 +103,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "ministral3", **_TEXT, "head_dim": 32,
                         "rope_parameters": models.find("ministral3").TINY["rope_parameters"]},
         "vision_config": {"model_type": "pixtral", **_TILES},
+    },
+    "lfm2_vl": {
+        "text_config": {
+            **{key: _TEXT[key] for key in _TEXT if key != "rms_norm_eps"},
+            "initializer_range": 0.07, "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        "vision_config": {**_VISION_LAYERS, "num_patches": 16, "patch_size": 4},
     },
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},

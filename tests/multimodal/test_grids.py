@@ -10,7 +10,7 @@ import pytest
 from edgellm.core import graph_io
 from edgellm.core.errors import RequestError
 from edgellm.core.model_spec import VisionSpec
-from edgellm.multimodal.patch_grid import grid_inputs
+from edgellm.multimodal.patch_grid import grid_inputs, patch_positions
 
 GRIDS = [(2, 2), (2, 18), (10, 2), (8, 8), (16, 24), (14, 22), (30, 6), (50, 34)]
 
@@ -42,6 +42,22 @@ def test_positions_equal_transformers(grid, merge):
     )
     np.testing.assert_array_equal(inputs[graph_io.POS_EMBED_INDEX], index.numpy().T)
     np.testing.assert_allclose(inputs[graph_io.POS_EMBED_WEIGHT], weight.numpy().T, atol=1e-6)
+
+
+@pytest.mark.parametrize("grid", [(4, 6), (16, 16), (2, 40), (50, 18), (16, 8)], ids=str)
+def test_positions_with_antialiasing_are_those_of_torch(grid):
+    import torch
+
+    table = np.random.default_rng(0).standard_normal((16 * 16, 5)).astype(np.float32)
+    spec = _spec(window_size=0, position_grid=16, antialiases_positions=True)
+    inputs = grid_inputs(*grid, spec)
+    found = inputs[graph_io.POS_EMBED_SHARES] @ table
+    planes = torch.from_numpy(table.T.reshape(1, 5, 16, 16).copy())
+    how = {"mode": "bilinear", "align_corners": False, "antialias": True}
+    wanted = torch.nn.functional.interpolate(planes, size=grid, **how)[0].numpy()
+    assert len(inputs) == 1
+    rows, columns = patch_positions(*grid, spec.merge_size).T
+    np.testing.assert_allclose(found, wanted[:, rows, columns].T, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [4, 6, 8])

@@ -15,8 +15,10 @@ from image_checkpoints import (
     INTERNVL,
     QWEN,
     byte_tokenizer,
+    patches_of,
     picture,
     planes_of,
+    planes_of_passes,
     write_processor,
 )
 from image_checkpoints import reference as transformers_processor
@@ -64,6 +66,11 @@ def pairs(tmp_path_factory):
 def pixels_of(model_type, output):
     """Without the zero tiles that fill a batch."""
     pixels = np.asarray(output["pixel_values"])
+    if model_type == "lfm2_vl":  # patches of all passes, without padding
+        return np.concatenate([
+            patches[: rows * columns].ravel()
+            for patches, (rows, columns) in zip(pixels, output["spatial_shapes"], strict=True)
+        ])  # fmt: skip
     if model_type == "mistral3":  # images of their own sizes, without the padding of a batch
         sizes = zip(pixels, np.asarray(output["image_sizes"]), strict=True)
         return np.concatenate([image[:, :high, :wide].ravel() for image, (high, wide) in sizes])
@@ -78,6 +85,9 @@ def compare(model_type, ours, theirs, images, texts):
     pixels = [item.pixels for item in prepared]
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
+    if model_type == "lfm2_vl":
+        planes = [part for each in prepared for part in planes_of_passes(each, ours.merge_size)]
+        pixels = [patches_of(each, ours.patch_size).ravel() for each in planes]
     found = np.concatenate(pixels)
     assert found.dtype == np.float32
     assert np.array_equal(found, pixels_of(model_type, output))
@@ -104,7 +114,7 @@ def test_sizes(pairs, model_type, size):
 @settings(max_examples=25)
 @given(size=SIZE)
 @pytest.mark.parametrize(
-    "model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "mistral3"]
+    "model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "mistral3", "lfm2_vl"]
 )
 def test_many_sizes(pairs, model_type, size):
     assume(model_type != "mistral3" or not is_strip(size))
@@ -133,6 +143,9 @@ def test_several_images(pairs, model_type):
         ("idefics3", {"size": {"longest_edge": 5000}, "resample": 3}),
         ("smolvlm", {"size": {"longest_edge": 100}}),
         ("smolvlm", {"size": {"longest_edge": 20}}),
+        ("lfm2_vl", {"do_image_splitting": False}),
+        ("lfm2_vl", {"use_thumbnail": False, "max_tiles": 7}),
+        ("lfm2_vl", {"min_tiles": 3, "min_image_tokens": 1, "tile_size": 48}),
         ("mistral3", {"size": {"longest_edge": 1540}, "patch_size": 14}),
         ("mistral3", {"size": {"longest_edge": 30}, "patch_size": {"height": 14, "width": 14}}),
         ("mistral3", {"size": {"longest_edge": 9}, "resample": 2}),
@@ -156,10 +169,19 @@ def test_settings(tmp_path, model_type, changes):
 # ------------------------------------------------------------------------------------- limits
 @settings(max_examples=60)
 @given(size=SIZE, max_tokens=st.integers(1, 70))
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "internvl", "idefics3", "gemma3", "mistral3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_5_vl", "internvl", "idefics3", "gemma3", "mistral3", "lfm2_vl"]
+)
 def test_limits_are_respected(pairs, model_type, size, max_tokens):
     ours, _ = pairs(model_type)
-    least = {"qwen2_5_vl": 1, "internvl": 1, "idefics3": 4, "gemma3": 4, "mistral3": 1}[model_type]
+    least = {
+        "qwen2_5_vl": 1,
+        "internvl": 1,
+        "idefics3": 4,
+        "gemma3": 4,
+        "mistral3": 1,
+        "lfm2_vl": 1,
+    }[model_type]
     if max_tokens < least:
         with pytest.raises(LimitError, match=f"at least {least} token.*{max_tokens} are allowed"):
             ours.count(size, max_tokens)

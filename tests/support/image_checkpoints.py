@@ -27,6 +27,13 @@ GEMMA = {
     "eoi_token": "<end_of_image>",
 }
 PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+LFM = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+LFM += [
+    f"<|img_row_{row}_col_{column}|>"
+    for row in range(1, 5)
+    for column in range(1, 5)
+    if row * column <= 4
+]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 IDEFICS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 
@@ -118,6 +125,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "config": {"spatial_merge_size": 2, "vision_config": {"patch_size": 7}},
     },
+    "lfm2_vl": {
+        "preprocessor_config": {
+            "image_processor_type": "Lfm2VlImageProcessorFast",
+            "do_image_splitting": True,
+            "downsample_factor": 2,
+            "encoder_patch_size": 4,
+            "max_image_tokens": 20,
+            "max_pixels_tolerance": 2.0,
+            "max_tiles": 4,
+            "min_image_tokens": 4,
+            "min_tiles": 2,
+            "resample": 2,
+            "size": {"height": 512, "width": 512},
+            "tile_size": 32,
+            "use_thumbnail": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        "processor_config": {"processor_class": "Lfm2VlProcessor"},
+        "config": {"downsample_factor": 2, "vision_config": {"patch_size": 4}},
+    },
     "internvl": {
         "preprocessor_config": {
             "image_processor_type": "GotOcr2ImageProcessorFast",
@@ -161,6 +189,10 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
         if video := files.get("video_preprocessor_config"):
             video |= sizes
+    elif model_type == "lfm2_vl":
+        image["encoder_patch_size"] = vision["patch_size"]
+        image["downsample_factor"] = config["downsample_factor"]
+        image["tile_size"] = 4 * vision["patch_size"] * config["downsample_factor"]
     elif model_type == "mistral3":
         side = vision["patch_size"] * config["spatial_merge_size"]
         image["size"] = {"longest_edge": 10 * side}
@@ -212,14 +244,17 @@ def reference(folder: Path, model_type: str) -> Any:
     import transformers
     from transformers.models.smolvlm import processing_smolvlm
 
-    special = [*QWEN, *INTERNVL.values(), *GEMMA.values(), *IDEFICS, *PIXTRAL]
+    special = [*QWEN, *INTERNVL.values(), *GEMMA.values(), *IDEFICS, *PIXTRAL, *LFM]
     named = {"internvl": INTERNVL, "gemma3": GEMMA}.get(model_type, {})
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(special),
         extra_special_tokens=named,
         pad_token="!",
     )
-    pictures = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    if model_type == "lfm2_vl":  # which has no backend for Pillow
+        pictures = _lfm2_pictures(folder)
+    else:
+        pictures = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     processing_smolvlm.num2words = str  # for videos only
     kind, arguments = {
         "qwen2_vl": (transformers.Qwen2VLProcessor, {}),
@@ -229,11 +264,12 @@ def reference(folder: Path, model_type: str) -> Any:
         "qwen3_5_moe": (transformers.Qwen3VLProcessor, {}),
         "gemma3": (transformers.Gemma3Processor, {"image_seq_length": 4}),
         "mistral3": (_pixtral_processor() if model_type == "mistral3" else None, _merging(folder)),
+        "lfm2_vl": (transformers.Lfm2VlProcessor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
     }[model_type]
-    if model_type not in ("idefics3", "gemma3", "mistral3"):
+    if model_type not in ("idefics3", "gemma3", "mistral3", "lfm2_vl"):
         arguments["video_processor"] = None
     # transformers requires a video processor, which would need torchvision
     own: dict[str, Any] = {"check_argument_for_proper_class": lambda *_: None}
@@ -247,11 +283,42 @@ def reference(folder: Path, model_type: str) -> Any:
 
 def _pixtral_processor() -> Any:
     """The class, whose module imports a function that needs torchvision, and does not use it."""
+    return _without_torchvision("pixtral.processing_pixtral").PixtralProcessor
+
+
+def _without_torchvision(module: str) -> Any:
     names = [f"torchvision{end}" for end in ("", ".transforms", ".transforms.v2")]
     stubs = {name: MagicMock(__spec__=ModuleSpec(name, None)) for name in names}
     with patch.dict(sys.modules, stubs):
-        module = importlib.import_module("transformers.models.pixtral.processing_pixtral")
-    return module.PixtralProcessor
+        return importlib.import_module(f"transformers.models.{module}")
+
+
+def _lfm2_pictures(folder: Path) -> Any:
+    """LFM2-VL's image processor, whose steps of torchvision are Pillow's and those of floats."""
+    import torch
+
+    module = _without_torchvision("lfm2_vl.image_processing_lfm2_vl")
+
+    class Backend(module.TorchvisionBackend):
+        def process_image(self, image: Image.Image, **_: Any) -> torch.Tensor:
+            return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
+
+        def resize(self, image: Any, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
+            pictures = [Image.fromarray(each.numpy().transpose(1, 2, 0)) for each in image]
+            resized = [each.resize((size.width, size.height), int(resample)) for each in pictures]
+            return torch.stack([self.process_image(each) for each in resized])
+
+        def rescale_and_normalize(
+            self, images: Any, _: bool, factor: float, __: bool, mean: Any, std: Any
+        ) -> torch.Tensor:
+            channels = (torch.tensor(each)[:, None, None] for each in (mean, std))
+            means, deviations = channels
+            return ((images.double() * factor).float() - means) / deviations
+
+    values = json.loads((folder / "preprocessor_config.json").read_text())
+    original = module.Lfm2VlImageProcessor
+    kind = type(original.__name__, (original, Backend), {})
+    return kind(**{key: value for key, value in values.items() if "type" not in key})
 
 
 def _merging(folder: Path) -> dict[str, Any]:
@@ -272,6 +339,20 @@ def planes_of(patches: np.ndarray, grid: tuple[int, int], merge_size: int) -> np
         down, across = (slice(each * side, (each + 1) * side) for each in at)
         planes[:, down, across] = apart[row, column, inner_row, inner_column]
     return planes
+
+
+def patches_of(planes: np.ndarray, side: int) -> np.ndarray:
+    """Patches [P, side * side * 3] of an image [3, height, width], row by row, channels last."""
+    rows, columns = (extent // side for extent in planes.shape[1:])
+    apart = planes.reshape(3, rows, side, columns, side).transpose(1, 3, 2, 4, 0)
+    return apart.reshape(rows * columns, -1)
+
+
+def planes_of_passes(item: Any, merge_size: int) -> list[np.ndarray]:
+    """The images of all passes of a prepared image."""
+    ends = np.cumsum([rows * columns for rows, columns in item.passes])
+    parts = np.split(item.pixels, ends[:-1])
+    return [planes_of(*each, merge_size) for each in zip(parts, item.passes, strict=True)]
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:

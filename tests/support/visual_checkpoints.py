@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from image_checkpoints import planes_of, write_tiny_processor
+from image_checkpoints import patches_of, planes_of, write_tiny_processor
 
 from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
@@ -127,6 +127,8 @@ class VisualModel:
                 [self._plane_features(planes_of(image, grid, self.spec.merge_size))]
                 for image, grid in zip(pixels, grids, strict=True)
             ]
+        if self.spec.model_type == "lfm2_vl":
+            return [[self._patch_features(*each)] for each in zip(pixels, grids, strict=True)]
         sizes = torch.tensor([(1, *grid) for grid in grids])
         with torch.no_grad():
             found = self.reference.model.get_image_features(
@@ -137,6 +139,18 @@ class VisualModel:
             for output, *levels in zip(outputs, *found.deepstack_features, strict=True):
                 output.append(np.stack([level.numpy() for level in levels]))
         return outputs
+
+    def _patch_features(self, patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+        import torch
+
+        rows = patches_of(planes_of(patches, grid, self.spec.merge_size), self.spec.patch_size)
+        with torch.no_grad():
+            found = self.reference.model.get_image_features(
+                torch.from_numpy(rows[None]),
+                spatial_shapes=torch.tensor([grid]),
+                pixel_attention_mask=torch.ones(1, len(rows), dtype=torch.int64),
+            )
+        return found.pooler_output[0].numpy()
 
     def _plane_features(self, planes: np.ndarray) -> np.ndarray:
         import torch

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
-from image_checkpoints import GEMMA, IDEFICS, INTERNVL, PIXTRAL, QWEN, planes_of
+from image_checkpoints import GEMMA, IDEFICS, INTERNVL, LFM, PIXTRAL, QWEN, patches_of, planes_of
 from medusa_heads import make_heads
 from mtp_reference import add_layer
 from visual_checkpoints import make_visual_checkpoint
@@ -25,15 +25,17 @@ from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
-SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL]
+SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL, *LFM]
 VOCABULARY = 96
 FAMILIES = visual.supported()
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe")  # those of idefics3 and qwen3_vl
-GPU_FAMILIES = [name for name in FAMILIES if not name.startswith("qwen3_5")]  # not recurrent
+_RECURRENT = "qwen3_5", "lfm2"
+GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_RECURRENT)]
 _PLACEHOLDER = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": GEMMA["boi_token"],
     "internvl": "<IMG_CONTEXT>",
+    "lfm2_vl": "<image>",
     "mistral3": PIXTRAL[0],
     "idefics3": "<image>",
     "smolvlm": "<image>",
@@ -199,7 +201,9 @@ class Reference:
         config = self.model.config
         tokens = torch.tensor([ids])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if pixels and config.model_type == "mistral3":
+        if pixels and config.model_type == "lfm2_vl":
+            inputs |= self._patches(pixels, grids)
+        elif pixels and config.model_type == "mistral3":
             planes = [
                 torch.from_numpy(planes_of(*each, config.spatial_merge_size))
                 for each in zip(pixels, grids, strict=True)
@@ -228,6 +232,25 @@ class Reference:
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
             )
         return output[0, len(ids) :].tolist()
+
+    def _patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
+        """Inputs of SigLIP 2: patches of all passes, padded to the same number."""
+        import torch
+
+        config, sizes = self.model.config, [size for passes in grids for size in passes]
+        parts = np.split(np.concatenate(pixels), np.cumsum([r * c for r, c in sizes])[:-1])
+        longest = max(map(len, parts))
+        padded = np.zeros((len(parts), longest, parts[0].shape[1]), np.float32)
+        mask = np.zeros((len(parts), longest), np.int64)
+        for at, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            planes = planes_of(part, size, config.downsample_factor)
+            padded[at, : len(part)] = patches_of(planes, config.vision_config.patch_size)
+            mask[at, : len(part)] = 1
+        return {
+            "pixel_values": torch.from_numpy(padded),
+            "pixel_attention_mask": torch.from_numpy(mask),
+            "spatial_shapes": torch.tensor(sizes),
+        }
 
 
 def _silent(_: str) -> None:

@@ -36,6 +36,7 @@ PAIRS = {
     "qwen3_5_mtp": ("qwen3_5", "mtp"),
     "gemma3": ("gemma3", EAGLE3),
     "mistral3": ("mistral3", EAGLE3),
+    "lfm2_vl": ("lfm2_vl", EAGLE3),
     "internvl": ("internvl", EAGLE3),
     "smolvlm_narrow_draft": ("smolvlm", NARROW),
     "qwen2_5_vl_heads": ("qwen2_5_vl", "medusa"),
@@ -166,7 +167,9 @@ def test_cached_images_are_reused_and_never_confused(engines, tmp_path):
             held = min(held, max(_common(keys, draft) - 1, 0))
         (reused,) = found.profile.reused_tokens
         longest = min(held, len(keys) - 1)
-        assert reused == longest or (is_recurrent and reused < longest)
+        # A draft's last position may wait for its next token, which may then be any
+        waiting = min(longest + 1, _common(keys, base))
+        assert reused == longest or (is_recurrent and reused <= waiting)
         base = [*keys, *found.token_ids[:-1]]
         draft = [*keys, *found.token_ids] if speculative else draft
         messages.append({"role": "assistant", "content": found.text})

@@ -49,6 +49,9 @@ VARIANTS = {
         {"norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False,
          "use_mean_pooling": False, "use_absolute_position_embeddings": False},
     ),
+    "lfm2_vl_plain": _tiny(
+        "lfm2_vl", {"num_patches": 256}, projector_use_layernorm=False, projector_bias=False
+    ),
     "mistral3_merge_1": _tiny(
         "mistral3",
         {"num_hidden_layers": 3, "hidden_act": "gelu", "rope_parameters": {"rope_theta": 100.0}},
@@ -134,6 +137,7 @@ def test_float16_graphs_are_close_to_float32(tmp_path, model_type, stored):
         ("gemma3", "vision_tower.", "model.vision_tower.vision_model."),
         ("internvl", "vision_tower.", "model.vision_tower."),
         ("mistral3", "vision_tower.", "model.vision_tower."),
+        ("lfm2_vl", "model.vision_tower.", "vision_tower.vision_model."),
         ("smolvlm", "model.vision_model.", "vision_model."),
     ],
 )
@@ -145,6 +149,7 @@ def test_both_prefixes_of_tensors_give_the_same_bundle(tmp_path, model_type, old
     projector = "multi_modal_projector."
     others = {
         "gemma3": projector,
+        "lfm2_vl": f"model.{projector}",
         "internvl": projector,
         "mistral3": projector,
         "smolvlm": "model.connector.",
@@ -220,6 +225,14 @@ _HUB = {
          "num_hidden_layers": 24, "image_size": [448, 448], "patch_size": [14, 14],
          "norm_type": "layer_norm", "layer_scale_init_value": 0.1, "use_mean_pooling": True},
         {"text_config": {"hidden_size": 896}, "downsample_ratio": 0.5}, 256,
+    ),
+    "lfm2_vl": (
+        {"attention_dropout": 0.0, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 768,
+         "intermediate_size": 3072, "layer_norm_eps": 1e-06, "model_type": "siglip2_vision_model",
+         "num_attention_heads": 12, "num_channels": 3, "num_hidden_layers": 12,
+         "num_patches": 256, "patch_size": 16, "vision_use_head": False},
+        {"text_config": {"hidden_size": 1024}, "downsample_factor": 2, "projector_bias": True,
+         "projector_hidden_size": 2560, "vision_feature_layer": -1}, 96,
     ),
     "mistral3": (
         {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
