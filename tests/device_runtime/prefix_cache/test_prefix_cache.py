@@ -10,6 +10,7 @@ import pytest
 
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
+from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
     PinnedKV,
     PinnedPrefix,
@@ -95,7 +96,7 @@ def test_passes_outside_of_requests_leave_the_cache_intact(reusing, plain):
     from edgellm.device_runtime.engine.step import prefill_chunk
 
     ask(reusing, "w30 w31 w32 w33")
-    prefill_chunk(reusing.base, reusing.base.new_kv(), [30, 31, 50, 51], 0, 64)
+    prefill_chunk(reusing.base, reusing.base.new_kv(), Prompt([30, 31, 50, 51]), 0, 64)
     answer = ask(reusing, "w30 w31 w32 w33")
     assert reused(answer) == 3
     assert answer.token_ids == ask(plain, "w30 w31 w32 w33").token_ids
