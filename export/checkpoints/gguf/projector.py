@@ -39,7 +39,13 @@ _QWEN_TOKENS = {
 _AREAS = {"qwen2": (4 * 28 * 28, 16384 * 28 * 28), "qwen3": (64 * 32 * 32, 16384 * 32 * 32)}
 _UNREAD = (  # what tensors and types imply, and keys of older files
     *("clip.has_vision_encoder", "clip.has_text_encoder", "clip.has_llava_projector"),
-    *("clip.has_qwen2vl_merger", "clip.use_gelu", "clip.use_silu", "clip.vision.projection_dim"),
+    *(
+        "clip.has_audio_encoder",
+        "clip.has_qwen2vl_merger",
+        "clip.use_gelu",
+        "clip.use_silu",
+        "clip.vision.projection_dim",
+    ),
     *("clip.vision.attention.layer_norm_epsilon", "clip.vision.feed_forward_length"),
     *("clip.vision.mm_patch_merge_type", "clip.vision.image_size", "clip.vision.projector_type"),
 )
@@ -388,15 +394,15 @@ def _read(file: GGUFFile) -> tuple[_Family, _Encoder]:
     if metadata.get("general.architecture") != ENCODER:
         raise UnsupportedModelError("it holds no visual encoder")
     kind = metadata.get(_TYPE, metadata.get("clip.vision.projector_type"))
-    if kind not in _FAMILIES:
+    if (family := _FAMILIES.get(str(kind))) is None:
         raise UnsupportedModelError(f"projector {kind!r} (supported: {', '.join(_FAMILIES)})")
     if metadata.get("clip.has_audio_encoder"):
         raise UnsupportedModelError("it has an audio encoder, too")
     facts = EncoderFacts(file)
-    encoder = _FAMILIES[kind].read(facts)
+    encoder = family.read(facts)
     if left := facts.left():
         raise UnsupportedModelError(f"keys that edgellm does not understand: {', '.join(left)}")
-    return _FAMILIES[kind], encoder
+    return family, encoder
 
 
 def _require_fit(text: Text, family: _Family, encoder: _Encoder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -269,3 +270,24 @@ def test_commands_take_the_encoder_by_its_name(written, command_here, tmp_path):
     assert command_here("edgellm-export", "llm", *flags).returncode == 0
     result = command_here("edgellm-export", "llm", *flags[:4])
     assert_one_line_error(result, "holds another result", "--overwrite")
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "internvl"])
+def test_encoders_with_any_byte_changed_are_read_or_rejected_in_one_line(written, tmp_path, name):
+    _, file = written(name)
+    whole = (file.parent / "mmproj-model-f32.gguf").read_bytes()
+    path, random = tmp_path / "changed.gguf", np.random.default_rng(11)
+    messages = []
+    for place in random.integers(0, 3000, 60):
+        data = bytearray(whole)
+        data[place] ^= 1 << int(random.integers(0, 8))
+        path.write_bytes(data)
+        try:
+            opened = open_checkpoint(str(file), mmproj=str(path))
+            export_visual(opened, tmp_path / "bundle", VisualOptions("fp32"))
+            shutil.rmtree(tmp_path / "bundle")
+        except EdgeLLMError as error:
+            messages.append(str(error))
+    assert 20 < len(messages) <= 60
+    assert not any("\n" in message for message in messages)
+    assert not (tmp_path / "bundle").exists()
