@@ -281,7 +281,8 @@ def _show(built: Engine, engine_dir: Path, seconds: float) -> None:
     )
     show_notes(built.options, seconds)
     for kind, costs in built.cost_ms.items():
-        prompts = f"; prefill in chunks of {built.prefill_rows} tokens" if kind == PASS else ""
+        is_decoder = kind == PASS and built.decoder.is_causal
+        prompts = f"; prefill in chunks of {built.prefill_rows} tokens" if is_decoder else ""
         listed = _listed(costs, built.estimated.get(kind, []))
         typer.echo(f"{measured_name(kind)} takes, in ms by tokens: {listed}{prompts}")
     if built.estimated:
@@ -293,7 +294,8 @@ def show_verdict(built: Engine, seconds: float) -> str:
     """Size, duration of the build, speed of one sequence, and what the check proved, as text."""
     size = sum(record.num_bytes for record in built.files.values())
     parts = [f"{size / 1e6:.1f} MB in {seconds:.1f} s"]
-    if one := built.cost_ms.get(PASS, {}).get("1"):
+    one = built.cost_ms.get(PASS, {}).get("1")
+    if one and built.decoder.is_causal:
         parts.append(f"one sequence decodes about {1000 / one:.0f} tokens/s here when short")
     if any(" passed: " in check for check in built.options.get("checks", ())):
         parts.append("outputs equal those of the bundle up to the engine's rounding")

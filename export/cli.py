@@ -297,7 +297,8 @@ def llm(
         _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
         typer.echo(line)
-    proved = "outputs equal those of transformers" if verdict else _UNCOMPARED
+    uncompared = _UNCOMPARED if manifest.decoder.is_causal else _UNCOMPARED.partition(" (")[0]
+    proved = "outputs equal those of transformers" if verdict else uncompared
     _say_verdict(manifest, start, proved)
 
 

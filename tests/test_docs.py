@@ -336,5 +336,5 @@ def test_the_reference_of_outputs_is_complete(followed):
     rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert {*response, *response["timings"]} - named == set()
-    optional = {"choice_idx", "error", "seed", "warnings"}
+    optional = {"choice_idx", "error", "seed", "warnings", "embedding", "results"}
     assert named - {*response, *response["timings"]} == optional

@@ -283,7 +283,11 @@ def _choose_taps(
 def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
     """Reject unused tensors, except of cut layers, a tied head's copy, and drafts."""
     layers = len(config.layer_kinds)
-    cut = tuple(f"model.layers.{index}." for index in range(config.num_hidden_layers, layers))
+    cut = tuple(
+        f"model.{place}.{index}."
+        for index in range(config.num_hidden_layers, layers)
+        for place in ("layers", "encoder.layer")
+    )
     unused = weights.unused()
     others = {*kinds.own_names(unused)}
     left = [

@@ -33,6 +33,7 @@ _PARTS = (
         model_spec.BlockSpec,
         model_spec.VisionSpec,
     ),
+    *(model_spec.PoolerSpec, model_spec.DenseSpec, model_spec.RerankSpec),
     manifest.FileRecord,
 )
 

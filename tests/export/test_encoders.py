@@ -150,6 +150,19 @@ def test_cross_encoders_score_as_transformers(name, tmp_path):
         llm.rerank(QUERY, DOCUMENTS, instruction="w20")
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_the_first_layers_are_those_of_the_whole_model(tmp_path, name):
+    source = make_encoder(tmp_path / "checkpoint", **_TINY[name])
+    llm = _engine(source, tmp_path, pooling="cls", num_layers=2)
+    config = transformers.AutoConfig.from_pretrained(source, num_hidden_layers=2)
+    if name == "modernbert":
+        config.layer_types = config.layer_types[:2]
+    model = transformers.AutoModel.from_pretrained(source, config=config)
+    ids = llm.tokenizer.encode(TEXTS[0], add_special_tokens=True)
+    first = _hidden(model, ids)[0]
+    np.testing.assert_allclose(llm.embed(TEXTS[0]), first / np.linalg.norm(first), atol=2e-5)
+
+
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_weights_may_be_rounded(tmp_path, quantize):
     source = make_encoder(tmp_path / "checkpoint", **{**_TINY["bert"], "hidden_size": 96})
