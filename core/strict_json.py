@@ -14,6 +14,7 @@ from typing import Any
 _STEPS = re.compile(r"\.(\w+)|\[(\d+)\]")
 _SPACE, _NEXT = re.compile(r"\s*"), re.compile(r"[\s:,]*")
 BOM = "\ufeff"
+_MAX_DEPTH = 256  # of objects and lists; newer releases of Python parse thousands
 _DECODER = json.JSONDecoder()
 
 
@@ -43,11 +44,27 @@ def parse(text: str | bytes) -> Any:
         text = text.removeprefix(BOM)
     try:
         value = json.loads(text, object_pairs_hook=collect)
+        _require_depth(value)
     except RecursionError:
         raise ValueError("objects and lists are nested too deeply") from None
     if twice:
         raise DuplicateKeyError(f"the key {_find(value, twice)} is there twice")
     return value
+
+
+def _require_depth(value: Any) -> None:
+    """Raise RecursionError for a value that code would not walk through."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(_MAX_DEPTH):
+        level = [
+            below
+            for one in level
+            for below in (one.values() if isinstance(one, dict) else one)
+            if isinstance(below, (dict, list))
+        ]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _find(value: Any, twice: dict[int, str]) -> str:

@@ -55,11 +55,15 @@ def test_checkpoints_with_a_duplicate_key_are_rejected(tiny_checkpoint, tmp_path
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "[" * 5000 + "]" * 5000, '[{"a":' * 150 + "1" + "}]" * 150],
+)
 def test_deep_nesting_is_an_error_of_the_value(text):
     """No RecursionError, which readers of files do not catch."""
     with pytest.raises(ValueError, match=r"nested too deeply|Expecting"):
         parse(text)
+    assert parse("[" * 256 + "]" * 256)
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
