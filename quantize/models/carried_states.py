@@ -59,11 +59,12 @@ class CarriedStates:
         """
         config, size = self.config, self.config.per_layer_size
         given = table(f"model.{_TABLE}.weight", rows) if size else iter(())
-        if size:
-            projection, norm = (
-                torch.from_numpy(read_tensor(tensors, f"model.{name}.weight").floats().copy())
-                for name in (_PROJECTION, _NORM)
-            )
+        projection, norm = (
+            torch.from_numpy(read_tensor(tensors, f"model.{name}.weight").floats().copy())
+            if size
+            else torch.empty(0)
+            for name in (_PROJECTION, _NORM)
+        )
         for states in embedded:
             parts = [states]
             if size:
