@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.encoder import EncoderConfig
 from edgellm.export.config.layer_types import AttentionKind
 from edgellm.export.config.reader import ConfigReader
@@ -41,12 +42,12 @@ class Config(EncoderConfig):
     """BERT's config."""
 
     @classmethod
-    def from_hf(cls, reader: ConfigReader) -> EncoderConfig:
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         return cls.encoder(reader, first_position=0)
 
     @classmethod
-    def encoder(cls, reader: ConfigReader, first_position: int) -> EncoderConfig:
+    def encoder(cls, reader: ConfigReader, first_position: int) -> DecoderConfig:
         """Facts that BERT and RoBERTa share.
 
         Args:

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.encoder import EncoderConfig
 from edgellm.export.config.layer_types import (
     FULL,
@@ -50,7 +51,7 @@ class Config(EncoderConfig):
     """ModernBERT's config."""
 
     @classmethod
-    def from_hf(cls, reader: ConfigReader) -> EncoderConfig:
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         reader.skip(
             "classifier_dropout",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.export.config.encoder import EncoderConfig
+from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.encoders import bert
 from edgellm.export.pooling.classifiers import Classifier, Head
@@ -22,7 +22,7 @@ class Config(bert.Config):
     """XLM-RoBERTa's config."""
 
     @classmethod
-    def from_hf(cls, reader: ConfigReader) -> EncoderConfig:
+    def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json."""
         padding = reader.read("pad_token_id", int, 1)
         return cls.encoder(reader, first_position=padding + 1)

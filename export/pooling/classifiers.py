@@ -73,8 +73,9 @@ def classifier_pooler(classifier: Classifier, checkpoint: Checkpoint, size: int)
     for at, head in enumerate(classifier.heads):
         is_last = at == len(classifier.heads) - 1
         activation = (_SCORES[stated] if stated else "sigmoid") if is_last else head.activation
-        names: dict[str, tuple[str, tuple[int, ...]]] = {}
-        names["weight"] = f"{head.name}.weight", (head.out, size)
+        names: dict[str, tuple[str, tuple[int, ...]]] = {
+            "weight": (f"{head.name}.weight", (head.out, size))
+        }
         if head.bias:
             names["bias"] = f"{head.name}.bias", (head.out,)
         if head.norm:
