@@ -118,6 +118,10 @@ def test_sizes(pairs, model_type, size):
 )
 def test_many_sizes(pairs, model_type, size):
     assume(model_type != "mistral3" or not is_strip(size))
+    if model_type == "lfm2_vl":
+        # A thumbnail of a strip may have more than 80 patches, which transformers cannot stack
+        *tiles, (rows, columns) = pairs(model_type)[0].prepare(picture(*size)).passes
+        assume(not tiles or rows * columns <= 80)
     compare(model_type, *pairs(model_type), [picture(*size)], ["", ""])
 
 
