@@ -265,13 +265,12 @@ def llm(
 
         require_host()
     start = time.perf_counter()
-    taps, ignored = numbers("--hidden_taps", hidden_taps), _split(ignore_config_keys)
     options = ExportOptions(
         dtype=dtype,
         num_layers=num_layers,
-        ignore_config_keys=ignored,
+        ignore_config_keys=_split(ignore_config_keys),
         is_eagle_base=is_eagle_base,
-        hidden_taps=taps,
+        hidden_taps=numbers("--hidden_taps", hidden_taps),
         draft_model_dir=draft_model_dir,
         lora_dir=lora_dir,
         pooling=pooling,
@@ -280,20 +279,18 @@ def llm(
     inputs = {"model_dir": model_dir, "draft": draft_model_dir, "lora": lora_dir, "mmproj": mmproj}
     key = _key("llm", options, **inputs)
     finished = is_finished(output_dir, key, overwrite=overwrite)
-    if finished and not verify:
-        typer.echo(finished_line(output_dir))
-        return
     if finished:
         typer.echo(finished_line(output_dir))
+        if not verify:
+            return
         checkpoint = open_checkpoint(model_dir, mmproj=mmproj or "")
         manifest = load_bundle(output_dir, LLM_BUNDLE)
         _compare(checkpoint, verdict, output_dir, manifest)
     else:
         with _writing() as progress:
             checkpoint = open_checkpoint(model_dir, mmproj=mmproj or "")
-            facts = key.facts()
             check = partial(_compare, checkpoint, verdict) if verify else None
-            manifest = export_llm(checkpoint, output_dir, options, progress, check, facts)
+            manifest = export_llm(checkpoint, output_dir, options, progress, check, key.facts())
         _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
         typer.echo(line)

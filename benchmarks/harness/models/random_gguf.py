@@ -215,22 +215,31 @@ def _qwen3_5_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     values = heads * config["linear_value_head_dim"]
     mixed = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
     shared = {
-        "attn_norm.weight": (hidden,), "post_attention_norm.weight": (hidden,),
-        "ffn_gate.weight": (inner, hidden), "ffn_up.weight": (inner, hidden),
+        "attn_norm.weight": (hidden,),
+        "post_attention_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
         "ffn_down.weight": (hidden, inner),
-    }  # fmt: skip
+    }
     attention = {
-        "attn_q.weight": (2 * queries, hidden), "attn_k.weight": (keys, hidden),
-        "attn_v.weight": (keys, hidden), "attn_q_norm.weight": (head,),
-        "attn_k_norm.weight": (head,), "attn_output.weight": (hidden, queries),
-    }  # fmt: skip
+        "attn_q.weight": (2 * queries, hidden),
+        "attn_k.weight": (keys, hidden),
+        "attn_v.weight": (keys, hidden),
+        "attn_q_norm.weight": (head,),
+        "attn_k_norm.weight": (head,),
+        "attn_output.weight": (hidden, queries),
+    }
     recurrent = {
-        "attn_qkv.weight": (mixed, hidden), "attn_gate.weight": (values, hidden),
-        "ssm_alpha.weight": (heads, hidden), "ssm_beta.weight": (heads, hidden),
-        "ssm_conv1d.weight": (mixed, config["linear_conv_kernel_dim"]), "ssm_a": (heads,),
-        "ssm_dt.bias": (heads,), "ssm_norm.weight": (config["linear_value_head_dim"],),
+        "attn_qkv.weight": (mixed, hidden),
+        "attn_gate.weight": (values, hidden),
+        "ssm_alpha.weight": (heads, hidden),
+        "ssm_beta.weight": (heads, hidden),
+        "ssm_conv1d.weight": (mixed, config["linear_conv_kernel_dim"]),
+        "ssm_a": (heads,),
+        "ssm_dt.bias": (heads,),
+        "ssm_norm.weight": (config["linear_value_head_dim"],),
         "ssm_out.weight": (hidden, values),
-    }  # fmt: skip
+    }
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (config["vocab_size"], hidden)}
     shapes["output_norm.weight"] = (hidden,)
     for layer in range(config["num_hidden_layers"]):
