@@ -106,7 +106,7 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   std::vector<float> y(a.shape.rows * a.shape.heads * a.shape.head_dim),
       queries(a.shape.rows * a.shape.heads * a.padded_dim());
   std::vector<float> partials(a.chunks() * a.shape.rows * a.shape.heads * a.partial_floats());
-  std::vector<int32_t> seen(2 * a.shape.rows), slots(a.shape.rows * a.shape.mask_columns);
+  std::vector<int32_t> seen(kSeen * a.shape.rows), slots(a.shape.rows * a.shape.mask_columns);
   std::vector<float> work(a.work_floats(a.shape.rows));
   a.y = y.data();
   a.scratch.queries = queries.data();
