@@ -28,6 +28,8 @@ def check_values(infos: Mapping[str, TensorInfo], layers: tuple[str, ...], famil
         layers: name prefix of each layer's tensors.
         family: of the model.
     """
+    if not family.scales_values:
+        raise UnsupportedModelError("--rotate: a norm follows the model's v_proj", hint=_HINT)
     for layer in layers:
         own = {
             name.removeprefix(layer): info.shape

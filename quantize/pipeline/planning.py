@@ -165,6 +165,13 @@ def _check_layers(job: Job, subject: QuantizedNetwork) -> None:
     """Raise `EdgeLLMError` for unknown layers, impossible rotations, or if no layer is left."""
     if job.rotate in VALUES:
         check_values(subject.tensors.infos(), subject.layers, subject.family)
+    carried = subject.reader.carried
+    if job.kv_cache_quantization is not None and carried is not None and carried.sources:
+        raise EdgeLLMError(
+            "--kv_cache_quantization: layers of this model share keys and values, which get no "
+            "calibrated scales",
+            hint="leave it out: the KV cache has float16 then",
+        )
     kept, count = {*job.keep_layers}, len(subject.layers)
     if job.keep_budget is not None and job.kv_cache_quantization is not None:
         raise EdgeLLMError(

@@ -330,7 +330,7 @@ def test_a_lora_adapter_is_rejected_as_a_checkpoint(checkpoint):
     ("model_type", "hint"),
     [
         (
-            "gemma4_text",
+            "gemma5_text",
             "supported: arcee, cohere2, ernie4_5, ernie4_5_moe, exaone4, falcon_h1, ",
         ),
         ("lama", "supported: arcee"),

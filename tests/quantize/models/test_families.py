@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
@@ -104,6 +104,21 @@ def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, sc
         # Its KV cache and inputs are quantized, so some tokens may take other experts.
         errors = [relative(*each) for each in zip(expected, logits, strict=True)]
         assert np.median(errors) < 0.15
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_quantization": "int8"}, "layers of this model share keys and values"),
+        ({"rotate": "values"}, "a norm follows the model's v_proj"),
+    ],
+)
+def test_gemma_4_refuses_what_its_layers_do_not_support(tmp_path, text, changes, words):
+    model = make_model(tmp_path / "model", "gemma4_text")
+    job = make_job(model, text, tmp_path / "quantized", "int8_sq", **changes)
+    with pytest.raises(EdgeLLMError, match=words):
+        _run(job)
+    assert not job.output_dir.exists()
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere2", "starcoder2"])
