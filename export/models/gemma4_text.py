@@ -37,6 +37,8 @@ from edgellm.export.layers.norm import RMSNorm, UnweightedRMSNorm
 from edgellm.export.models import gemma2, llama
 from edgellm.export.onnx.builder import Op
 
+_REMEDY = "use config.json as the model was published"
+
 TINY = {
     **llama.TINY,
     "model_type": "gemma4_text",
@@ -116,12 +118,14 @@ class Config(gemma2.Config):
         reader.skip("num_experts", "top_k_experts", "moe_intermediate_size")
         if self.per_layer_size < 0:
             raise UnsupportedModelError(
-                f"config.json: hidden_size_per_layer_input = {self.per_layer_size} is negative"
+                f"config.json: hidden_size_per_layer_input = {self.per_layer_size} is negative",
+                hint=_REMEDY,
             )
         if self.per_layer_size and self.per_layer_vocab_size < self.vocab_size:
             raise UnsupportedModelError(
                 f"config.json: vocab_size_per_layer_input = {self.per_layer_vocab_size} is below "
-                f"vocab_size = {self.vocab_size}"
+                f"vocab_size = {self.vocab_size}",
+                hint=_REMEDY,
             )
 
     def _read_kinds(self, reader: ConfigReader) -> tuple[AttentionKind, ...]:
@@ -164,12 +168,14 @@ def _read_heads(
         heads = _heads_of(given.pop(str(layer), None) or {}, config)
         if found.setdefault(kind, heads) != heads:
             raise UnsupportedModelError(
-                f"config.json: per_layer_config has several sizes of heads in {kind} layers"
+                f"config.json: per_layer_config has several sizes of heads in {kind} layers",
+                hint=_REMEDY,
             )
     if given:
         raise UnsupportedModelError(
             f"config.json: per_layer_config has {', '.join(map(repr, sorted(given)))}, "
-            "which is no layer"
+            "which is no layer",
+            hint=_REMEDY,
         )
     return found
 
@@ -185,7 +191,8 @@ def _heads_of(own: Mapping[str, Any], config: Config) -> tuple[int, int]:
     if config.num_attention_heads % found[0]:
         raise UnsupportedModelError(
             f"config.json: {config.num_attention_heads} attention heads cannot share {found[0]} "
-            "key/value heads"
+            "key/value heads",
+            hint=_REMEDY,
         )
     return found
 
@@ -199,7 +206,8 @@ def _sources(types: Sequence[str], num_shared: int) -> list[int | None]:
     if num_shared < 0 or {*types[:first]} != {*types}:
         raise UnsupportedModelError(
             f"config.json: num_kv_shared_layers = {num_shared}, so some layers have no earlier one "
-            "of their type to share keys and values with"
+            "of their type to share keys and values with",
+            hint=_REMEDY,
         )
     last = {kind: index for index, kind in enumerate(types[:first])}
     return [None if index < first else last[kind] for index, kind in enumerate(types)]

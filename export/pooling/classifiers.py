@@ -11,6 +11,8 @@ from edgellm.core.model_spec import DenseSpec, PoolerSpec, RerankSpec
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.pooling.pooler import F32, Pooler, read_floats
 
+_REMEDY = "docs/how-to/embed.md lists the supported models"
+
 _OLD_ACTIVATION = "sbert_ce_default_activation_function"  # before version 4
 _KIND = "ForSequenceClassification"
 # Activations of the score in config.json of sentence-transformers; scores are sigmoids by default.
@@ -68,7 +70,9 @@ def classifier_pooler(classifier: Classifier, checkpoint: Checkpoint, size: int)
     own = (config.get("sentence_transformers") or {}).get("activation_fn")
     stated = checkpoint.score_activation or own or config.get(_OLD_ACTIVATION)
     if stated is not None and stated not in _SCORES:
-        raise UnsupportedModelError(f"the activation of scores {stated!r} is not supported")
+        raise UnsupportedModelError(
+            f"the activation of scores {stated!r} is not supported", hint=_REMEDY
+        )
     dense, found = list[DenseSpec](), dict[str, F32]()
     for at, head in enumerate(classifier.heads):
         is_last = at == len(classifier.heads) - 1

@@ -18,6 +18,8 @@ from edgellm.export.checkpoints.checkpoint import (
     write_safetensors,
 )
 
+_REMEDY = "download or copy the checkpoint again"
+
 F32 = NDArray[np.float32]
 _FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # as NumPy reads them
 
@@ -61,7 +63,7 @@ def read_rows(source: TensorSource, name: str, rows: Sequence[int], width: int) 
     """Rows of a float matrix [..., width], as float32; raises as `read_floats`."""
     info = source.infos().get(name)
     if info is None:
-        raise BrokenArtifactError(f"the checkpoint has no tensor {name}")
+        raise BrokenArtifactError(f"the checkpoint has no tensor {name}", hint=_REMEDY)
     if len(info.shape) != 2 or info.shape[1] != width or info.dtype not in _FLOATS:
         raise UnsupportedModelError(
             f"{name} has type {info.dtype} and shape {list(info.shape)}, not floats [..., {width}]",
@@ -88,7 +90,7 @@ def _as_floats(data: bytes, dtype: str, name: str) -> F32:
     else:
         array = stored.astype(np.float32)
     if not np.isfinite(array).all():
-        raise BrokenArtifactError(f"{name} has numbers that are not finite")
+        raise BrokenArtifactError(f"{name} has numbers that are not finite", hint=_REMEDY)
     return array
 
 

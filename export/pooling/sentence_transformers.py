@@ -18,6 +18,8 @@ from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.checkpoint import TensorSource
 from edgellm.export.pooling.pooler import F32, Pooler, read_floats
 
+_SUPPORTED = "docs/how-to/embed.md lists the supported modules and settings"
+
 MODULES = "modules.json"
 _PROMPTS = "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
@@ -61,7 +63,8 @@ class _Module:
         if left:
             raise UnsupportedModelError(
                 f"{self.folder}: {self.name} has the unknown setting "
-                + ", ".join(f"{key} = {value!r}" for key, value in sorted(left.items()))
+                + ", ".join(f"{key} = {value!r}" for key, value in sorted(left.items())),
+                hint=_SUPPORTED,
             )
 
 
@@ -113,7 +116,7 @@ def score_activation(folder: Path) -> str | None:
         return None
     if settings.get("default_prompt_name") is not None:
         raise UnsupportedModelError(
-            f"{folder / _PROMPTS}: prompts of cross-encoders are not supported"
+            f"{folder / _PROMPTS}: prompts of cross-encoders are not supported", hint=_SUPPORTED
         )
     return str(found)
 
@@ -138,7 +141,9 @@ def _modules(folder: Path) -> list[_Module]:
         kind, path = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else ("", "")
         place = Path(path) if isinstance(path, str) else Path("..")
         if not isinstance(kind, str) or place.is_absolute() or ".." in place.parts:
-            raise BrokenArtifactError(f"{folder / MODULES}: {json.dumps(entry)} names no module")
+            raise BrokenArtifactError(
+                f"{folder / MODULES}: {json.dumps(entry)} names no module", hint=_SUPPORTED
+            )
         name = kind.rpartition(".")[2] if kind.startswith(_PACKAGE) else kind
         found.append(_Module(name, folder / place))
     names = [module.name for module in found]
@@ -171,7 +176,8 @@ def _require_vectors(module: _Module) -> None:
     for key in ("module_input_name", "module_output_name"):
         if (value := config.get(key)) not in (None, "sentence_embedding"):
             raise UnsupportedModelError(
-                f"{module.folder}: {module.name} has {key} {value!r}, which is no pooled vector"
+                f"{module.folder}: {module.name} has {key} {value!r}, which is no pooled vector",
+                hint=_SUPPORTED,
             )
 
 
@@ -192,7 +198,9 @@ def _pooling(module: _Module) -> tuple[str, bool, int]:
             hint=f"supported: one of {', '.join(_MODES)}",
         )
     if type(size) is not int or size < 1:
-        raise BrokenArtifactError(f"{module.folder}: Pooling has no embedding_dimension")
+        raise BrokenArtifactError(
+            f"{module.folder}: Pooling has no embedding_dimension", hint=_SUPPORTED
+        )
     return _MODES[modes[0]], pools_prompt, size
 
 
@@ -212,7 +220,8 @@ def _dense(module: _Module, size: int, open_tensors: Open) -> tuple[DenseSpec, d
         )
     if inputs != size or type(outputs) is not int or outputs < 1:
         raise BrokenArtifactError(
-            f"{module.folder}: Dense maps {inputs} to {outputs} numbers, its input has {size}"
+            f"{module.folder}: Dense maps {inputs} to {outputs} numbers, its input has {size}",
+            hint=_SUPPORTED,
         )
     source, owner = open_tensors(module.folder), str(module.folder)
     tensors = {"weight": read_floats(source, "linear.weight", (outputs, inputs), owner)}
@@ -244,7 +253,9 @@ def _dimensions(settings: dict[str, Any], size: int) -> int:
     if found is None:
         return 0
     if type(found) is not int or not 1 <= found <= size:
-        raise BrokenArtifactError(f"{_PROMPTS}: truncate_dim {found!r} is not 1 to {size}")
+        raise BrokenArtifactError(
+            f"{_PROMPTS}: truncate_dim {found!r} is not 1 to {size}", hint=_SUPPORTED
+        )
     return found
 
 
@@ -265,7 +276,11 @@ def _max_tokens(path: Path) -> int:
     limits = (config.pop("max_seq_length", None), text.get("max_length"))
     for key, allowed in _SETTINGS.items():
         if (value := config.pop(key, None)) not in (*allowed, None, False, {}):
-            raise UnsupportedModelError(f"{path}: {key} = {value!r} is not supported")
+            raise UnsupportedModelError(
+                f"{path}: {key} = {value!r} is not supported", hint=_SUPPORTED
+            )
     if left := {key: value for key, value in config.items() if value not in (None, False, {})}:
-        raise UnsupportedModelError(f"{path} has the unknown settings {', '.join(sorted(left))}")
+        raise UnsupportedModelError(
+            f"{path} has the unknown settings {', '.join(sorted(left))}", hint=_SUPPORTED
+        )
     return next((each for each in limits if type(each) is int and each > 0), 0)

@@ -23,6 +23,8 @@ from edgellm.export.layers.tiles import pixel_shuffle
 from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3
 
+_REMEDY = "use config.json as the model was published"
+
 TINY = {
     "model_type": "gemma3",
     "vision_config": {
@@ -74,7 +76,8 @@ class Config(idefics3.Config):
         if tokens_side**2 != tokens or not side or side % tokens_side:
             raise UnsupportedModelError(
                 f"config.json: mm_tokens_per_image = {tokens} is not a square that divides "
-                f"{side} by {side} patches"
+                f"{side} by {side} patches",
+                hint=_REMEDY,
             )
         return cls(
             depth=vision.positive("num_hidden_layers", 12),

@@ -24,6 +24,8 @@ from edgellm.export.layers.norm import LayerNorm
 from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3
 
+_REMEDY = "use config.json as the model was published"
+
 TINY = {
     "model_type": "lfm2_vl",
     "vision_config": {
@@ -86,7 +88,9 @@ class Config:
         check_heads(size, num_heads)
         positions = vision.positive("num_patches", 256)
         if math.isqrt(positions) ** 2 != positions:
-            raise UnsupportedModelError(f"config.json: num_patches = {positions} is not a square")
+            raise UnsupportedModelError(
+                f"config.json: num_patches = {positions} is not a square", hint=_REMEDY
+            )
         return cls(
             depth=vision.positive("num_hidden_layers", 12),
             size=size,

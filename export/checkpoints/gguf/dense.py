@@ -23,6 +23,8 @@ from edgellm.export.checkpoints.gguf.facts import (
 )
 from edgellm.export.checkpoints.gguf.permutations import interleaved
 
+_REMEDY = "convert the model again with a current llama.cpp"
+
 # EXAONE 4 with a window has so many layers: llama.cpp's rule for files without the key.
 _LAYERS_OF_WIDE_EXAONE, _WINDOW_OF_EXAONE = 64, 4096
 
@@ -36,7 +38,9 @@ def _mistral3(facts: Facts) -> Config:
         return {"model_type": "mistral", "rope_parameters": rope}
     if facts.get("rope.scaling.original_context_length", None) is None:
         raise UnsupportedModelError(
-            "GGUF mistral3.attention.temperature_scale without rope.scaling.original_context_length"
+            "GGUF mistral3.attention.temperature_scale without "
+            "rope.scaling.original_context_length",
+            hint=_REMEDY,
         )
     return {"model_type": "ministral3", "rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
 

@@ -16,6 +16,8 @@ from edgellm.core.errors import (
 from edgellm.export.checkpoints.gguf.permutations import Orders, as_stored
 from edgellm.export.config.layer_types import FULL, SLIDING
 
+_REMEDY = "convert the model again with a current llama.cpp"
+
 LAYER_NORM = "attention.layer_norm_epsilon"  # epsilon of norms that subtract the mean
 _REQUIRED: Any = object()
 _NAMES = {
@@ -204,7 +206,9 @@ def three_axes(facts: Facts) -> Config:
     sections = facts.get("rope.dimension_sections")
     if not isinstance(sections, list) or len(sections) < 3 or any(sections[3:]):
         raise BrokenArtifactError(
-            f"GGUF {facts.architecture}.rope.dimension_sections = {sections} are not three sections"
+            f"GGUF {facts.architecture}.rope.dimension_sections = {sections} are not three "
+            "sections",
+            hint=_REMEDY,
         )
     return {"mrope_section": sections[:3]}
 

@@ -20,6 +20,8 @@ from edgellm.export.checkpoints.gguf.hybrids import (
 from edgellm.export.checkpoints.gguf.permutations import interleaved
 from edgellm.export.config.layer_types import FULL
 
+_REMEDY = "convert the model again with a current llama.cpp"
+
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
 
 
@@ -59,7 +61,9 @@ def _olmoe(facts: Facts) -> Config:
 def _granitemoe(facts: Facts) -> Config:
     """Granite 3 with experts, or Granite 4 without Mamba, which has a shared MLP next to them."""
     if facts.get("rope.scaling.finetuned", True) is False:
-        raise UnsupportedModelError("GGUF granitemoe.rope.scaling.finetuned = false: without rope")
+        raise UnsupportedModelError(
+            "GGUF granitemoe.rope.scaling.finetuned = false: without rope", hint=_REMEDY
+        )
     skip_states(facts)
     found = {
         **experts(facts, "num_local_experts", "intermediate_size"),
@@ -81,7 +85,8 @@ def _ernie4_5_moe(facts: Facts) -> Config:
     size, shared = facts.get("expert_feed_forward_length"), facts.get(_SHARED_WIDTH, 0)
     if shared % size:
         raise BrokenArtifactError(
-            f"GGUF ernie4_5-moe.{_SHARED_WIDTH} = {shared} is no multiple of the experts' {size}"
+            f"GGUF ernie4_5-moe.{_SHARED_WIDTH} = {shared} is no multiple of the experts' {size}",
+            hint=_REMEDY,
         )
     facts.skip("expert_shared_count")  # follows from the widths
     return {

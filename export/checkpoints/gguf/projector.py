@@ -22,6 +22,8 @@ from edgellm.export.checkpoints.gguf import encoder_names
 from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames, EncoderTensors
 from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
 
+_REMEDY = "give the mmproj file of this model as --mmproj, or none"
+
 Config = dict[str, Any]
 _REQUIRED: Any = object()
 ENCODER = "clip"  # llama.cpp's architecture of encoders
@@ -77,7 +79,7 @@ class EncoderFacts:
         self._used.add(key)
         value = self._metadata.get(key, default)
         if value is _REQUIRED:
-            raise BrokenArtifactError(f"it has no {key}")
+            raise BrokenArtifactError(f"it has no {key}", hint=_REMEDY)
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -87,7 +89,7 @@ class EncoderFacts:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor; raises `BrokenArtifactError` if there is none."""
         if name not in self.shapes:
-            raise BrokenArtifactError(f"it has no tensor {name}")
+            raise BrokenArtifactError(f"it has no tensor {name}", hint=_REMEDY)
         return self.shapes[name]
 
     @property
@@ -153,7 +155,9 @@ def _qwen(facts: EncoderFacts, processor: str, series: str) -> _Encoder:
 def _qwen2_vl(facts: EncoderFacts) -> _Encoder:
     found = _qwen(facts, "Qwen2VLImageProcessor", "qwen2")
     if facts.inner_size % facts.size:
-        raise UnsupportedModelError(f"networks of {facts.inner_size} with a width of {facts.size}")
+        raise UnsupportedModelError(
+            f"networks of {facts.inner_size} with a width of {facts.size}", hint=_REMEDY
+        )
     own = {
         "embed_dim": facts.size,
         "hidden_size": found.width,
@@ -167,7 +171,9 @@ def _qwen2_5_vl(facts: EncoderFacts) -> _Encoder:
     found = _qwen(facts, "Qwen2VLImageProcessor", "qwen2")
     period = facts.vision("n_wa_pattern")
     if not isinstance(period, int) or period < 1:
-        raise UnsupportedModelError(f"clip.vision.n_wa_pattern = {period} is not positive")
+        raise UnsupportedModelError(
+            f"clip.vision.n_wa_pattern = {period} is not positive", hint=_REMEDY
+        )
     own = {
         "hidden_size": facts.size,
         "out_hidden_size": found.width,
@@ -392,16 +398,20 @@ def _fits(text: Text, path: Path) -> bool:
 def _read(file: GGUFFile) -> tuple[_Family, _Encoder]:
     metadata = file.metadata
     if metadata.get("general.architecture") != ENCODER:
-        raise UnsupportedModelError("it holds no visual encoder")
+        raise UnsupportedModelError("it holds no visual encoder", hint=_REMEDY)
     kind = metadata.get(_TYPE, metadata.get("clip.vision.projector_type"))
     if (family := _FAMILIES.get(str(kind))) is None:
-        raise UnsupportedModelError(f"projector {kind!r} (supported: {', '.join(_FAMILIES)})")
+        raise UnsupportedModelError(
+            f"projector {kind!r} (supported: {', '.join(_FAMILIES)})", hint=_REMEDY
+        )
     if metadata.get("clip.has_audio_encoder"):
-        raise UnsupportedModelError("it has an audio encoder, too")
+        raise UnsupportedModelError("it has an audio encoder, too", hint=_REMEDY)
     facts = EncoderFacts(file)
     encoder = family.read(facts)
     if left := facts.left():
-        raise UnsupportedModelError(f"keys that edgellm does not understand: {', '.join(left)}")
+        raise UnsupportedModelError(
+            f"keys that edgellm does not understand: {', '.join(left)}", hint=_REMEDY
+        )
     return family, encoder
 
 
@@ -413,17 +423,19 @@ def _require_fit(text: Text, family: _Family, encoder: _Encoder) -> None:
     """
     if text.architecture not in family.texts:
         raise UnsupportedModelError(
-            f"it is for {' or '.join(family.texts)}, the language model is {text.architecture}"
+            f"it is for {' or '.join(family.texts)}, the language model is {text.architecture}",
+            hint=_REMEDY,
         )
     width = text.checkpoint.config["hidden_size"]
     if encoder.width != width:
         raise UnsupportedModelError(
-            f"it gives vectors of {encoder.width}, the language model has {width}"
+            f"it gives vectors of {encoder.width}, the language model has {width}", hint=_REMEDY
         )
     levels = text.metadata.get(f"{text.architecture}.n_deepstack_layers", 0)
     if len(encoder.levels) != levels:
         raise UnsupportedModelError(
-            f"it has {len(encoder.levels)} levels of DeepStack, the language model {levels}"
+            f"it has {len(encoder.levels)} levels of DeepStack, the language model {levels}",
+            hint=_REMEDY,
         )
     for token in family.tokens.values():
         _token_id(text, token)
@@ -432,7 +444,7 @@ def _require_fit(text: Text, family: _Family, encoder: _Encoder) -> None:
 def _token_id(text: Text, token: str) -> int:
     tokens = text.metadata["tokenizer.ggml.tokens"]
     if token not in tokens:
-        raise UnsupportedModelError(f"the language model has no token {token}")
+        raise UnsupportedModelError(f"the language model has no token {token}", hint=_REMEDY)
     return tokens.index(token)
 
 

@@ -222,7 +222,7 @@ def test_unchanged_positions_do_not_reduce_errors(tmp_path):
     entering, *after = (States(tmp_path / name, (1, 3, 4), 1) for name in names)
     for states, values in zip((entering, *after), rows, strict=True):
         states.write(iter([values]))
-    errors = compare(lambda _: rows[2], entering, tuple(after), torch.device("cpu"))
+    errors = compare(lambda _: rows[2], entering, tuple(after), torch.device("cpu"), 4)
     assert errors == pytest.approx((1 / 2, 1 / 3))
 
 
