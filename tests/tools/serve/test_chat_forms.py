@@ -76,8 +76,9 @@ CASES = {
         f"{GRANITE}[{W}]": [WEATHER],
         f"I look. {GRANITE} [{W}, {A}]\n": ["I look. ", WEATHER, ADD],
         f"{GRANITE}[{W}] Wait.": [WEATHER, "Wait."],
+        f"{GRANITE}[]": [],
         **_same(
-            "no <|tool", f"{GRANITE}[{W}, 5]", f"{GRANITE}[{W}", f"{GRANITE}[]",
+            "no <|tool", f"{GRANITE}[{W}, 5]", f"{GRANITE}[{W}",
             f"{GRANITE}[{W}]".replace("weather", "unknown"), f"{GRANITE}{'[' * 5000}",
         ),
     },
@@ -147,9 +148,8 @@ CASES = {
         f"So: {LFM} [weather(city=\"Köln\")]{LFM_END}\nI look.": ["So: ", WEATHER, "I look."],
         f"{LFM}[{W}, {A}]{LFM_END}": [WEATHER, ADD],
         f"{LFM}weather(city='a]b'){LFM_END}": [Call("weather", '{"city": "a]b"}')],
-        **_same(
-            f"{LFM}[]{LFM_END}", f"{LFM}[unknown()]{LFM_END}", f"{LFM}[weather(city='a", "<|tool"
-        ),
+        f"{LFM}[]{LFM_END}": [],
+        **_same(f"{LFM}[unknown()]{LFM_END}", f"{LFM}[weather(city='a", "<|tool"),
     },
     Gemma4Parser: {
         _gemma(GEMMA_W): [WEATHER],

@@ -55,8 +55,8 @@ def test_null_means_not_given_in_every_part_of_a_request_file(kind):
     needed = [one.name for one in fields if one.required or one.name == "content"]
     given = {name: given[name] for name in needed}
     nulls = {one.name: None for one in fields if one.name not in needed}
-    found = request_file._convert({**given, **nulls}, kind, "$")
-    assert found == request_file._convert(given, kind, "$")
+    found = request_file.convert({**given, **nulls}, kind, "$")
+    assert found == request_file.convert(given, kind, "$")
 
 
 def test_nulls_of_unknown_options_are_not_given_and_values_are_rejected(server):
