@@ -463,7 +463,7 @@ class LLM:
             query: a text.
             documents: texts.
             top_n: number of the best documents to return; None: all.
-            instruction: what the query asks for, if the reranker has one; None: the model's.
+            instruction: task in the prompt of a reranker; None: the model's.
             truncate: cut documents that are too long.
             lora: see `generate`.
 

@@ -124,7 +124,7 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
     config = read_json(folder / "config.json")
     if not config:
         raise EdgeLLMError(
-            f"{folder} is not a checkpoint: it has no config.json",
+            f"{folder} is not a checkpoint: it has no config.json, or an empty one",
             hint="give the folder that holds config.json and *.safetensors",
         )
     if not isinstance(config.get("model_type", ""), str):

@@ -240,7 +240,7 @@ class LanguageModel:
 
     @cached_property
     def carried(self) -> CarriedStates | None:
-        """Values that the hidden states carry beside the residual stream, if any."""
+        """Values of the hidden states other than the residual stream; None: there are none."""
         config = self.config
         return CarriedStates(config) if isinstance(config, gemma4_text.Config) else None
 

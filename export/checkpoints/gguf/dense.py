@@ -25,7 +25,7 @@ from edgellm.export.checkpoints.gguf.permutations import interleaved
 
 _REMEDY = "convert the model again with a current llama.cpp"
 
-# EXAONE 4 with a window has so many layers: llama.cpp's rule for files without the key.
+# Layers of EXAONE 4 with a window; llama.cpp decides by them where the key is missing.
 _LAYERS_OF_WIDE_EXAONE, _WINDOW_OF_EXAONE = 64, 4096
 
 

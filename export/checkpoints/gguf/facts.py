@@ -198,7 +198,7 @@ def long_rope(facts: Facts) -> Config:
 
 
 def three_axes(facts: Facts) -> Config:
-    """M-RoPE parameters; a file has four sections, the last of which is empty.
+    """M-RoPE parameters; files list four sections, and the last is empty.
 
     Raises:
         BrokenArtifactError: missing, or not such a list.
