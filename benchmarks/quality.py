@@ -70,10 +70,8 @@ OF_GPUS = ("fp8", "nvfp4", "nvfp4_awq")  # GPUs also quantize inputs
 TABLE = (
     "int8, rounded at build",
     "int8_sq",
-    "int8_sq, 8 samples",
     "fp8",
-    "fp8, gptq",
-    *(f"mixed, {bits} bits" for bits in ("8", "7", "6.2", "5.7", "5.2", "4.7")),
+    *(f"mixed, {bits} bits" for bits in ("7", "5.7", "4.7")),
     "nvfp4",
     "nvfp4, gptq",
     "int4_awq, gptq, block 32",

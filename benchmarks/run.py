@@ -28,18 +28,18 @@ RUNS: dict[str, tuple[str, ...]] = {
     "prefill": ("tokens --rounds 3", "context --threads 1"),
     "peers": ("speed --prompts 8 --tokens 96",),
     "speculation": (
-        "speedup --methods plain eagle3 auto --prompts 5 --tokens 96"
+        "speedup --methods plain eagle3-fixed eagle3 auto --prompts 5 --tokens 96"
         " --table speculation-precisions",
-        "speedup --prompts 10 --methods eagle3-fixed eagle3 eagle3+ngram --temperatures 0 1"
-        " --table speculation-eagle3",
+        "speedup --methods plain eagle3 auto --prompts 5 --tokens 96 --engines int8"
+        " --temperatures 1 --table speculation-sampling",
         "stages --threads 1 --prompts 5 --methods plain eagle3",
-        "precisions --prompts 6 --tokens 64 --sets humaneval",
     ),
     "quality": ("--off_grid --windows 2 --threads 1 --answers 10 --tokens 48",),
     "export": (
         "export --layers 8",
-        "quantize --layers 6 --num_samples 16",
-        "build",
+        "quantize --layers 6 --num_samples 16 --schemes fp8 int8_sq int4_awq nvfp4"
+        " 'int4_awq, gptq' 'mixed, 5.7 bits'",
+        "build --shapes 8b",
         "pack --shapes 8b --layers 4",
         "sizes",
         "tensorrt",
@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "serving": (
         "overhead",
         "load --minutes 5 --clients 200 --queueSize 32",
-        "clients --tokens 64 --seconds 8",
+        "clients --tokens 64 --seconds 8 --counts 1 4 16",
     ),
     "moe_and_hybrids": ("moe --layers 12 --threads 1", "operator --threads 1", "tree", "turns"),
     "vlm": ("encoder --depth 4 --rounds 3", "first_token", "memory --depth 4", "captions"),

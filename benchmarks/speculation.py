@@ -4,12 +4,11 @@
     python benchmarks/speculation.py speedup --prompts 20     # the first 20 of every set
     python benchmarks/speculation.py speedup --eagle1 DIR --medusa DIR --dflash DIR --dspark DIR
     python benchmarks/speculation.py stages --prompts 5 --threads 1     # milliseconds of a round
-    python benchmarks/speculation.py precisions --prompts 6   # of every draft over every base
 
 All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
 the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE-3's draft is that of
 examples/; edgellm-train-draft trains the others. `stages` measures processor time if there is one
-thread. `precisions` quantizes base and draft (greedy, fixed trees of 16 nodes).
+thread.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from types import SimpleNamespace
 
 from harness import command, prompts
 from harness.models.engines import EAGLE3, PRECISIONS, drafted_engine
-from harness.models.quantized import engine_with_draft, quantized_draft
 from harness.results import Report
 
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
@@ -231,28 +229,7 @@ def _stages(where: list[str], total: Profile) -> list[list[str]]:
     return rows
 
 
-def show_precisions(given: argparse.Namespace, report: Report) -> None:
-    """Measure the acceptance length of every precision of a draft over every one of its base."""
-    names = DRAFT_PRECISIONS[:1] if given.quick else DRAFT_PRECISIONS
-    bundles = {name: quantized_draft(given.work, given.eagle3, name) for name in names}
-    questions = prompts.load(_sets(given)[0])[: given.prompts]
-    rows = []
-    for base in BASES[:1] if given.quick else BASES:
-        row = [base]
-        for bundle in bundles.values():
-            folder = engine_with_draft(given.work, base, given.threads, bundle)
-            tree = METHODS["eagle3-fixed"].spec
-            tallies, _ = measure(
-                {"plain": LLM(folder), "tree": LLM(folder, spec=tree)}, questions, given.tokens, 0.0
-            )
-            row.append(f"{tallies['tree'].length:.2f}")
-        rows.append(row)
-    report.add("draft-precisions", ("base", *(f"{name} draft" for name in names)), rows)
-
-
-BASES = ("fp32", "fp8", "int8_sq", "int4_awq", "nvfp4")
-DRAFT_PRECISIONS = ("float", "fp8", "int8_sq", "int4_awq", "nvfp4", "nvfp4_awq")
-MODES = {"speedup": show_speedup, "stages": show_stages, "precisions": show_precisions}
+MODES = {"speedup": show_speedup, "stages": show_stages}
 
 
 def main() -> None:
