@@ -1,6 +1,7 @@
 """GGUF files of tiny vision-language models: the language model's and the encoder's (mmproj).
 
-Source: llama.cpp's `conversion/*.py` (base, qwenvl, qwen3vl, smolvlm, internvl).
+Source: llama.cpp's `conversion/*.py` (base, qwenvl, qwen3vl, smolvlm, internvl, gemma, llava,
+lfm2).
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf_hybrids import write_hybrid
-from gguf_mamba import Facts, Tensors
+from gguf_mamba import Facts, Tensors, permuted
 from safetensors.numpy import load_file, save_file
+
+from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD
 
 Encode = Callable[[str, np.ndarray], tuple[np.ndarray, Any] | None]
 _QWEN = {90: "<|image_pad|>", 91: "<|video_pad|>", 92: "<|vision_start|>", 93: "<|vision_end|>"}
@@ -28,6 +31,9 @@ ENCODERS: dict[str, tuple[str, str, dict[int, str]]] = {
     "idefics3": ("idefics3", "llama", {90: "<image>"}),
     "smolvlm": ("idefics3", "llama", {90: "<image>"}),
     "internvl": ("internvl", "qwen2", {90: "<IMG_CONTEXT>"}),
+    "gemma3": ("gemma3", "gemma3", {90: "<image_soft_token>"}),
+    "mistral3": ("pixtral", "mistral3", {90: "[IMG]"}),
+    "lfm2_vl": ("lfm2", "lfm2", {90: "<image>"}),
 }
 _TEXT = ("model.language_model.", "model.text_model.", "language_model.model.")
 _PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
@@ -124,8 +130,8 @@ def _facts(config: Facts, image: Facts) -> Facts:
         "vision.feed_forward_length": vision.get("intermediate_size", vision["hidden_size"]),
         "vision.block_count": vision.get("depth", vision.get("num_hidden_layers")),
         "vision.attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
-        "vision.image_mean": image["image_mean"],
-        "vision.image_std": image["image_std"],
+        "vision.image_mean": image.get("image_mean", list(CLIP_MEAN)),
+        "vision.image_std": image.get("image_std", list(CLIP_STD)),
     }
 
 
@@ -171,12 +177,44 @@ def _internvl(config: Facts, image: Facts) -> Facts:
     }
 
 
+def _gemma3(config: Facts, image: Facts) -> Facts:
+    vision = config["vision_config"]
+    side = vision["image_size"] // vision["patch_size"]
+    shuffle = side // round(image["image_seq_length"] ** 0.5)
+    return {
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": vision["layer_norm_eps"],
+        **({} if shuffle == 4 else {"vision.projector.scale_factor": shuffle}),
+    }
+
+
+def _pixtral(config: Facts, image: Facts) -> Facts:
+    del image
+    return {
+        "use_silu" if config["vision_config"]["hidden_act"] == "silu" else "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": 1e-5,
+        "vision.spatial_merge_size": config["spatial_merge_size"],
+    }
+
+
+def _lfm2(config: Facts, image: Facts) -> Facts:
+    del image
+    return {
+        "use_gelu": True,
+        "vision.attention.layer_norm_epsilon": config["vision_config"]["layer_norm_eps"],
+        "vision.projector.scale_factor": config["downsample_factor"],
+    }
+
+
 _OWN: dict[str, Callable[[Facts, Facts], Facts]] = {
     "qwen2vl_merger": _qwen2,
     "qwen2.5vl_merger": _qwen2_5,
     "qwen3vl_merger": _qwen3,
     "idefics3": _idefics3,
     "internvl": _internvl,
+    "gemma3": _gemma3,
+    "pixtral": _pixtral,
+    "lfm2": _lfm2,
 }
 
 
@@ -290,10 +328,77 @@ def _intern_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
         yield f"{_INTERN_MODULES[stem]}.{kind}", array
 
 
+def _tower_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    own = name.removeprefix("vision_tower.").removeprefix("vision_model.")
+    if own != name:
+        yield from _siglip_tensors(f"vision_model.{own}", array, config)
+
+
+def _gemma3_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    if name == "multi_modal_projector.mm_input_projection_weight":
+        yield "mm.input_projection.weight", array
+    elif name == "multi_modal_projector.mm_soft_emb_norm.weight":
+        yield "mm.soft_emb_norm.weight", array + np.float32(1)
+    else:
+        yield from _tower_tensors(name, array, config)
+
+
+def _pixtral_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    stem, _, kind = name.rpartition(".")
+    if name.startswith("vision_tower.transformer.layers."):
+        index, module = stem.split(".", 4)[3:]
+        heads = config["vision_config"]["num_attention_heads"]
+        counts = {"num_attention_heads": heads, "num_key_value_heads": heads}
+        yield f"v.blk.{index}.{_PIXTRAL[module]}.{kind}", permuted(name, array, counts)
+    elif stem in _PIXTRAL_MODULES:
+        yield f"{_PIXTRAL_MODULES[stem]}.{kind}", array
+    elif stem.endswith("embed_tokens"):
+        yield "v.token_embd.img_break", array[91]
+
+
+def _lfm2_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    stem, _, kind = name.rpartition(".")
+    if stem in _LFM2_MODULES:
+        yield f"{_LFM2_MODULES[stem]}.{kind}", array
+        return
+    for own, converted in _tower_tensors(name, array, config):
+        if own == "v.patch_embd.weight":
+            side = config["vision_config"]["patch_size"]
+            converted = converted.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        yield own, converted
+
+
+_PIXTRAL = {
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+}
+_PIXTRAL_MODULES = {
+    "vision_tower.patch_conv": "v.patch_embd",
+    "vision_tower.ln_pre": "v.pre_ln",
+    "multi_modal_projector.norm": "mm.input_norm",
+    "multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+}
+_LFM2_MODULES = {
+    "multi_modal_projector.layer_norm": "mm.input_norm",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+}
 _CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "qwen2vl_merger": _qwen_tensors,
     "qwen2.5vl_merger": _qwen_tensors,
     "qwen3vl_merger": _qwen_tensors,
     "idefics3": _siglip_tensors,
     "internvl": _intern_tensors,
+    "gemma3": _gemma3_tensors,
+    "pixtral": _pixtral_tensors,
+    "lfm2": _lfm2_tensors,
 }

@@ -281,6 +281,7 @@ _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
     "falcon-h1": gguf_mamba.falcon_facts,
     "nemotron_h": gguf_mamba.nemotron_facts,
     "nemotron_h_moe": gguf_mamba.nemotron_facts,
+    "lfm2": gguf_mamba.lfm2_facts,
     "lfm2moe": gguf_mamba.lfm2_facts,
 }
 CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
@@ -293,5 +294,6 @@ CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "falcon-h1": gguf_mamba.falcon,
     "nemotron_h": gguf_mamba.nemotron,
     "nemotron_h_moe": gguf_mamba.nemotron,
+    "lfm2": gguf_mamba.lfm2,
     "lfm2moe": gguf_mamba.lfm2,
 }

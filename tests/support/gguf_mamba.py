@@ -152,13 +152,18 @@ def nemotron(name: str, array: np.ndarray, config: Facts) -> Tensors:
 
 def lfm2_facts(config: Facts) -> Facts:
     heads = config["num_key_value_heads"]
-    return {
+    found = {
         "attention.head_count_kv": [heads * (each == _FULL) for each in config["layer_types"]],
+        "vocab_size": config["vocab_size"],
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+    if "moe_intermediate_size" not in config:
+        return found
+    return {
+        **found,
         "expert_feed_forward_length": config["moe_intermediate_size"],
         "leading_dense_block_count": config["num_dense_layers"],
         "expert_gating_func": 2,
-        "vocab_size": config["vocab_size"],
-        "shortconv.l_cache": config["conv_L_cache"],
     }
 
 

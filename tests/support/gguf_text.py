@@ -226,8 +226,16 @@ def _three_axes(config: Facts) -> Facts:
     return found
 
 
+def _gemma3(config: Facts) -> Facts:
+    return {
+        "rope.freq_base": config["rope_parameters"]["full_attention"]["rope_theta"],
+        "attention.sliding_window": config["sliding_window"],
+    }
+
+
 FACTS: dict[str, Callable[[Facts], Facts]] = {
     "mistral3": _mistral3,
+    "gemma3": _gemma3,
     "glm4": _glm4,
     "exaone4": _exaone4,
     "ernie4_5": _plain,
@@ -255,6 +263,11 @@ def _kept(name: str, array: np.ndarray, config: Facts) -> Tensors:
 
 def _turned(name: str, array: np.ndarray, config: Facts) -> Tensors:
     yield name, permuted(name, array, config)
+
+
+def _shifted(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    del config
+    yield name, array + np.float32(1) if name.endswith("norm.weight") else array
 
 
 def _granite(name: str, array: np.ndarray, config: Facts) -> Tensors:
@@ -303,6 +316,7 @@ def rope_tensors(config: Facts) -> Tensors:
 CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     **dict.fromkeys(FACTS, _kept),
     "mistral3": _turned,
+    "gemma3": _shifted,
     "arcee": _turned,
     "granitemoe": _granite,
     "llama": _mixtral,

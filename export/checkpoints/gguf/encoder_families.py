@@ -1,20 +1,25 @@
 """Families of visual encoders by llama.cpp's projector types: config and image processor.
 
 Sources: llama.cpp's `tools/mtmd/clip.cpp` (keys and their defaults) and `conversion/*.py` (base,
-qwenvl, qwen3vl, smolvlm, internvl). A file has no image processor: its facts become one, with the
-published limits of the family, which no file has.
+qwenvl, qwen3vl, smolvlm, internvl, gemma, llava, lfm2). A file has no image processor: its facts
+become one, with the published limits of the family, which no file has.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.gguf import encoder_names
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames
+from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames, Revert
+from edgellm.export.checkpoints.gguf.permutations import Order, interleaved
 from edgellm.export.checkpoints.gguf.reader import GGUFFile
 
 REMEDY = "give the mmproj file of this model as --mmproj, or none"
@@ -28,8 +33,15 @@ _QWEN_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-# Limits of an image's area that the publishers' processors have.
+# Limits of the publishers' processors: areas in pixels, and tokens and tiles.
 _AREAS = {"qwen2": (4 * 28 * 28, 16384 * 28 * 28), "qwen3": (64 * 32 * 32, 16384 * 32 * 32)}
+_LFM2_LIMITS = {
+    "min_image_tokens": 64,
+    "max_image_tokens": 256,
+    "tile_size": 512,
+    "min_tiles": 2,
+    "max_tiles": 10,
+}
 _UNREAD = (  # what tensors and types imply, and keys of older files
     *("clip.has_vision_encoder", "clip.has_text_encoder", "clip.has_llava_projector"),
     *(
@@ -112,6 +124,7 @@ class Encoder:
     processor: Mapping[str, Config]  # files of the image processor
     width: int  # of its output
     levels: tuple[int, ...] = ()  # blocks with DeepStack levels
+    changes: Mapping[str, Revert] = field(default_factory=dict)  # see `EncoderTensors`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +135,7 @@ class Family:
     names: EncoderNames
     texts: Mapping[str, str]  # architectures of language models -> model_type of the whole
     tokens: Mapping[str, str]  # keys of the config for tokens, by their texts
+    spare: str = ""  # pattern of tokens without use; one replaces an image token that is missing
 
 
 def _qwen(facts: EncoderFacts, processor: str, series: str) -> Encoder:
@@ -191,17 +205,24 @@ def _qwen3_vl(facts: EncoderFacts) -> Encoder:
     return replace(found, vision={**found.vision, **own}, levels=levels)
 
 
-def _tiles(facts: EncoderFacts) -> tuple[Config, int, int]:
-    """Facts that encoders of tiles share, the scale of the shuffle, and tokens of a tile."""
-    image_size, shuffle = facts.vision("image_size"), facts.vision("projector.scale_factor", 2)
-    vision = {
+def _sizes(facts: EncoderFacts) -> Config:
+    """Sizes of a transformer in `vision_config`."""
+    return {
         "hidden_size": facts.size,
         "intermediate_size": facts.inner_size,
         "num_hidden_layers": facts.depth,
         "num_attention_heads": facts.heads,
-        "layer_norm_eps": facts.number("attention.layer_norm_epsilon", 1e-6),
     }
-    return vision, shuffle, (image_size // facts.patch_size // shuffle) ** 2
+
+
+def _siglip(facts: EncoderFacts) -> Config:
+    return {**_sizes(facts), "layer_norm_eps": facts.number("attention.layer_norm_epsilon", 1e-6)}
+
+
+def _tiles(facts: EncoderFacts, usual: int = 2) -> tuple[Config, int, int]:
+    """Facts that encoders of tiles share, the scale of the shuffle, and tokens of a tile."""
+    image_size, shuffle = facts.vision("image_size"), facts.vision("projector.scale_factor", usual)
+    return _siglip(facts), shuffle, (image_size // facts.patch_size // shuffle) ** 2
 
 
 def _idefics3(facts: EncoderFacts) -> Encoder:
@@ -256,6 +277,89 @@ def _internvl(facts: EncoderFacts) -> Encoder:
     )
 
 
+def _gemma3(facts: EncoderFacts) -> Encoder:
+    vision, _, tokens = _tiles(facts, usual=4)
+    image_size = facts.vision("image_size")
+    image = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "size": {"height": image_size, "width": image_size},
+        "image_seq_length": tokens,
+        **facts.pixels(),
+    }
+    return Encoder(
+        vision={**vision, "image_size": image_size, "patch_size": facts.patch_size},
+        model={"mm_tokens_per_image": tokens},
+        processor={"preprocessor_config.json": image},
+        width=facts.shape("mm.input_projection.weight")[-1],
+        changes={"mm.soft_emb_norm.weight": lambda scales: scales - np.float32(1)},
+    )
+
+
+def _pixtral(facts: EncoderFacts) -> Encoder:
+    image_size, merge = facts.vision("image_size"), facts.vision("spatial_merge_size", 1)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), facts.heads)
+    orders = interleaved({**heads, "head_dim": facts.size // facts.heads}).rows
+    own = {
+        "hidden_act": "silu" if facts.get("clip.use_silu", False) else "gelu",
+        "image_size": image_size,
+        "patch_size": facts.patch_size,
+    }
+    image = {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": image_size},
+        **facts.pixels(),
+    }
+    sides = {"patch_size": facts.patch_size, "spatial_merge_size": merge}
+    return Encoder(
+        vision={**_sizes(facts), **own},
+        model={
+            "spatial_merge_size": merge,
+            "multimodal_projector_bias": "mm.1.bias" in facts.shapes,
+        },
+        processor={"preprocessor_config.json": image, "processor_config.json": sides},
+        width=facts.shape("mm.2.weight")[0],
+        changes={
+            f"{name}.weight": partial(_in_order, order=order) for name, order in orders.items()
+        },
+    )
+
+
+def _in_order(rows: NDArray[np.float32], order: Order) -> NDArray[np.float32]:
+    return rows[order()]
+
+
+def _lfm2(facts: EncoderFacts) -> Encoder:
+    shuffle = facts.vision("projector.scale_factor", 2)
+    own = {
+        "patch_size": facts.patch_size,
+        "num_patches": facts.shape("v.position_embd.weight")[0],
+    }
+    image = {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": facts.patch_size,
+        "downsample_factor": shuffle,
+        **_LFM2_LIMITS,
+        **facts.pixels(),
+    }
+    return Encoder(
+        vision={**_siglip(facts), **own},
+        model={
+            "downsample_factor": shuffle,
+            "projector_hidden_size": facts.shape("mm.1.weight")[0],
+            "projector_bias": "mm.1.bias" in facts.shapes,
+            "projector_use_layernorm": "mm.input_norm.weight" in facts.shapes,
+        },
+        processor={"preprocessor_config.json": image},
+        width=facts.shape("mm.2.weight")[0],
+        changes={"v.patch_embd.weight": _channels_last},
+    )
+
+
+def _channels_last(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[d, 3, p, p] -> [d, p * p * 3]."""
+    return kernel.transpose(0, 2, 3, 1).reshape(len(kernel), -1)
+
+
 FAMILIES: Mapping[str, Family] = {
     "qwen2vl_merger": Family(
         read=_qwen2_vl,
@@ -286,5 +390,24 @@ FAMILIES: Mapping[str, Family] = {
         names=encoder_names.INTERNVL,
         texts=dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss"), "internvl"),
         tokens={"image_token_id": "<IMG_CONTEXT>"},
+    ),
+    "gemma3": Family(
+        read=_gemma3,
+        names=encoder_names.GEMMA3,
+        texts={"gemma3": "gemma3"},
+        tokens={"image_token_index": "<image_soft_token>"},
+        spare=r"<unused\d+>",  # files from a SentencePiece model lack added tokens
+    ),
+    "pixtral": Family(
+        read=_pixtral,
+        names=encoder_names.PIXTRAL,
+        texts={"mistral3": "mistral3"},
+        tokens={"image_token_index": "[IMG]"},
+    ),
+    "lfm2": Family(
+        read=_lfm2,
+        names=encoder_names.LFM2,
+        texts={"lfm2": "lfm2_vl"},
+        tokens={"image_token_id": "<image>"},
     ),
 }

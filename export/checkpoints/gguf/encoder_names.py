@@ -1,14 +1,14 @@
 """Names of the tensors of visual encoders, llama.cpp's to Hugging Face's.
 
 Source: llama.cpp's `gguf-py/gguf/tensor_mapping.py` and `conversion/*.py` (qwenvl, qwen3vl,
-smolvlm, internvl).
+smolvlm, internvl, gemma, llava, lfm2).
 """
 
 from __future__ import annotations
 
 from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames
 
-_VISUAL, _SIGLIP = "model.visual", "model.vision_model"
+_VISUAL = "model.visual"
 _TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 _QWEN_BLOCK = {"attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
 _PATCHES = {"v.patch_embd": f"{_VISUAL}.patch_embed.proj"}
@@ -46,23 +46,66 @@ QWEN3 = EncoderNames(
     deepstack={"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
     may_swap=False,
 )
-IDEFICS3 = EncoderNames(
-    root=_SIGLIP,
-    blocks="encoder.layers",
+_SIGLIP_BLOCK = {
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
+    "attn_out": "self_attn.out_proj",
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_SIGLIP_MODULES = {
+    "v.patch_embd": "embeddings.patch_embedding",
+    "v.position_embd": "embeddings.position_embedding",
+    "v.post_ln": "post_layernorm",
+}
+
+
+def _siglip(root: str, tensors: dict[str, str]) -> EncoderNames:
+    """SigLIP below `root`, and `tensors` of a projector."""
+    own = {name: f"{root}.{module}" for name, module in _SIGLIP_MODULES.items()}
+    return EncoderNames(
+        root=root, blocks="encoder.layers", block=_SIGLIP_BLOCK, tensors={**own, **tensors}
+    )
+
+
+IDEFICS3 = _siglip(
+    "model.vision_model", {"mm.model.fc": "model.connector.modality_projection.proj"}
+)
+GEMMA3 = _siglip(
+    _TOWER,
+    {
+        "mm.input_projection.weight": f"{_PROJECTOR}.mm_input_projection_weight",
+        "mm.soft_emb_norm": f"{_PROJECTOR}.mm_soft_emb_norm",
+    },
+)
+LFM2 = _siglip(
+    _TOWER,
+    {
+        "mm.input_norm": f"{_PROJECTOR}.layer_norm",
+        "mm.1": f"{_PROJECTOR}.linear_1",
+        "mm.2": f"{_PROJECTOR}.linear_2",
+    },
+)
+PIXTRAL = EncoderNames(
+    root=_TOWER,
+    blocks="transformer.layers",
     block={
-        **{f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"},
-        "attn_out": "self_attn.out_proj",
-        "ln1": "layer_norm1",
-        "ln2": "layer_norm2",
-        "ffn_up": "mlp.fc1",
-        "ffn_down": "mlp.fc2",
+        **{f"attn_{part}": f"attention.{part}_proj" for part in "qkv"},
+        "attn_out": "attention.o_proj",
+        "ln1": "attention_norm",
+        "ln2": "ffn_norm",
+        **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
     },
     tensors={
-        "v.patch_embd": f"{_SIGLIP}.embeddings.patch_embedding",
-        "v.position_embd": f"{_SIGLIP}.embeddings.position_embedding",
-        "v.post_ln": f"{_SIGLIP}.post_layernorm",
-        "mm.model.fc": "model.connector.modality_projection.proj",
+        "v.patch_embd": f"{_TOWER}.patch_conv",
+        "v.pre_ln": f"{_TOWER}.ln_pre",
+        "mm.input_norm": f"{_PROJECTOR}.norm",
+        "mm.patch_merger": f"{_PROJECTOR}.patch_merger.merging_layer",
+        "mm.1": f"{_PROJECTOR}.linear_1",
+        "mm.2": f"{_PROJECTOR}.linear_2",
     },
+    unused=("v.token_embd.img_break",),  # a row of the language model's embedding
 )
 INTERNVL = EncoderNames(
     root=_TOWER,

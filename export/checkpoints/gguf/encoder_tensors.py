@@ -1,20 +1,21 @@
 """Tensors of a visual encoder's GGUF file under Hugging Face names.
 
 Source: llama.cpp's `tools/mtmd/clip-impl.h` (names), `clip.cpp` (swapped networks of older files)
-and `conversion/*.py` (qwenvl, qwen3vl, smolvlm, internvl).
+and `conversion/*.py` (qwenvl, qwen3vl, smolvlm, internvl, gemma, llava, lfm2).
 
 A converter splits two kinds of tensors, which are joined here: queries, keys and values, and the
-patch embedding's kernel over two frames.
+patch embedding's kernel over two frames. Other changes are reverted as the family says.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.checkpoints.gguf.reader import GGUFTensor, decoded
@@ -25,6 +26,7 @@ _BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)\.(weight|bias)")
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _KERNEL = "v.patch_embd.weight"
 _JOINED = ("attn_q", "attn_k", "attn_v")
+Revert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class EncoderNames:
     qkv: str = ""  # the module that joins queries, keys and values; "": they are apart
     deepstack: Mapping[str, str] = field(default_factory=dict)  # modules of a level
     ranks: Mapping[str, int] = field(default_factory=dict)  # of tensors stored with fewer axes
+    unused: tuple[str, ...] = ()  # what only llama.cpp needs
     may_swap: bool = True  # older files name the two layers of a network the other way around
 
 
@@ -49,15 +52,21 @@ class _Joined:
     parts: Sequence[GGUFTensor]
     shape: tuple[int, ...]
     is_stacked: bool = False  # frames of a kernel, on a new axis 2
+    revert: Revert | None = None  # of a single part
 
     @property
     def dtype(self) -> str:
-        """Of safetensors; parts in blocks become float32."""
+        """Of safetensors; parts in blocks and reverted changes become float32."""
+        if self.revert is not None:
+            return "F32"
         kinds = {part.kind for part in self.parts}
         return next(iter(kinds)) if len(kinds) == 1 and kinds <= {*_PLAIN} else "F32"
 
     def stream(self) -> Iterator[memoryview]:
         """Row-major data."""
+        if self.revert is not None:
+            yield as_bytes(np.ascontiguousarray(self.revert(_floats(self.parts[0]))))
+            return
         if not self.is_stacked:
             for part in self.parts:
                 yield as_bytes(_values(part, self.dtype))
@@ -74,17 +83,32 @@ def _values(tensor: GGUFTensor, dtype: str) -> np.ndarray:
     return tensor.data if tensor.kind == dtype else decoded(tensor.data, tensor.kind)
 
 
+def _floats(tensor: GGUFTensor) -> NDArray[np.float32]:
+    return np.ascontiguousarray(_values(tensor, "F32")).view(np.float32).reshape(tensor.shape)
+
+
 class EncoderTensors:
     """An encoder's tensors as floats."""
 
     def __init__(
-        self, tensors: Sequence[GGUFTensor], names: EncoderNames, levels: Sequence[int] = ()
+        self,
+        tensors: Sequence[GGUFTensor],
+        names: EncoderNames,
+        levels: Sequence[int] = (),
+        changes: Mapping[str, Revert] | None = None,
     ) -> None:
-        """Args: the file's tensors, their names, and the blocks with DeepStack levels."""
-        held = {tensor.name: tensor for tensor in tensors}
+        """Args as follows.
+
+        Args:
+            tensors: of the file.
+            names: Hugging Face's.
+            levels: blocks with DeepStack levels.
+            changes: what reverts a converter's change, by name; in blocks after `v.blk.N.`.
+        """
+        held = {tensor.name: tensor for tensor in tensors if tensor.name not in names.unused}
         if names.may_swap and _is_swapped(held):
             held = {_swapped(name): tensor for name, tensor in held.items()}
-        self._joined = dict(_joined(held, names, levels))
+        self._joined = dict(_joined(held, names, levels, changes or {}))
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """All tensors by Hugging Face name."""
@@ -110,11 +134,20 @@ def _swapped(name: str) -> str:
 
 
 def _joined(
-    held: Mapping[str, GGUFTensor], names: EncoderNames, levels: Sequence[int]
+    held: Mapping[str, GGUFTensor],
+    names: EncoderNames,
+    levels: Sequence[int],
+    changes: Mapping[str, Revert],
 ) -> Iterator[tuple[str, _Joined]]:
     taken: set[str] = set()
     for name, tensor in held.items():
         if name in taken:
+            continue
+        block = _BLOCK.fullmatch(name)
+        own = f"{block[2]}.{block[3]}" if block is not None else name
+        if (revert := changes.get(own)) is not None:
+            shape = revert(np.zeros(tensor.shape, np.float32)).shape
+            yield _name(name, names, levels), _Joined((tensor,), shape, revert=revert)
             continue
         second = held.get(f"{_KERNEL}.1")
         if name == _KERNEL and second is not None and len(tensor.shape) == 4:

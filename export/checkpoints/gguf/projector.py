@@ -25,6 +25,8 @@ from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
 
 ENCODER = "clip"  # llama.cpp's architecture of encoders
 NO_ENCODER = "none"  # as --mmproj
+_TOKENS = "tokenizer_config.json"
+_SPECIAL = (3, 4)  # types of tokens that tokenizers do not split: control and user-defined
 _PRECISION = re.compile(r"[-_.]?(bf16|f16|f32|q\d\w*)$")
 _PRECISIONS = ("f16", "bf16", "f32", "q8_0")
 
@@ -50,7 +52,7 @@ def with_encoder(text: Text, path: Path) -> Checkpoint:
         file = read_gguf(path)
         family, encoder = _read(file)
         _require_fit(text, family, encoder)
-        tensors = EncoderTensors(file.tensors, family.names, encoder.levels)
+        tensors = EncoderTensors(file.tensors, family.names, encoder.levels, encoder.changes)
     except (OSError, ValueError, OverflowError) as error:
         raise BrokenArtifactError(
             f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
@@ -68,18 +70,20 @@ def with_encoder(text: Text, path: Path) -> Checkpoint:
         raise BrokenArtifactError(
             f"{path} holds damaged metadata ({error})", hint="download or copy it again"
         ) from None
-    ids = {key: _token_id(text, token) for key, token in family.tokens.items()}
+    named = {key: _held_token(text, token, family) for key, token in family.tokens.items()}
+    tokens = text.metadata["tokenizer.ggml.tokens"]
     config = {
         "model_type": _model_type(text, family),
         "text_config": text.checkpoint.config,
         "vision_config": encoder.vision,
         "tie_word_embeddings": text.checkpoint.config["tie_word_embeddings"],
         **encoder.model,
-        **ids,
+        **{key: tokens.index(token) for key, token in named.items()},
     }
     files = {name: json.dumps(each, indent=2).encode() for name, each in encoder.processor.items()}
+    replaced = [named[key] for key, token in family.tokens.items() if named[key] != token]
     return replace(
-        text.checkpoint,
+        text.checkpoint if not replaced else _with_image_token(text.checkpoint, replaced[0]),
         config=config,
         tensors=_Union(text.checkpoint.tensors, tensors),
         processor_files=files,
@@ -168,14 +172,30 @@ def _require_fit(text: Text, family: Family, encoder: Encoder) -> None:
             hint=REMEDY,
         )
     for token in family.tokens.values():
-        _token_id(text, token)
+        _held_token(text, token, family)
 
 
-def _token_id(text: Text, token: str) -> int:
+def _held_token(text: Text, token: str, family: Family) -> str:
+    """The token, or the last spare one if the language model lacks it."""
     tokens = text.metadata["tokenizer.ggml.tokens"]
-    if token not in tokens:
+    if token in tokens:
+        return token
+    kinds = text.metadata.get("tokenizer.ggml.token_type", [])
+    spare = [
+        held
+        for held, kind in zip(tokens, kinds, strict=False)
+        if kind in _SPECIAL and family.spare and re.fullmatch(family.spare, held)
+    ]
+    if not spare:
         raise UnsupportedModelError(f"the language model has no token {token}", hint=REMEDY)
-    return tokens.index(token)
+    return spare[-1]
+
+
+def _with_image_token(checkpoint: Checkpoint, token: str) -> Checkpoint:
+    """Name the image token where processors look it up."""
+    files = dict(checkpoint.tokenizer_files)
+    facts = {**json.loads(files[_TOKENS]), "image_token": token}
+    return replace(checkpoint, tokenizer_files={**files, _TOKENS: json.dumps(facts).encode()})
 
 
 def _model_type(text: Text, family: Family) -> str:

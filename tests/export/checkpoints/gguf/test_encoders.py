@@ -18,7 +18,7 @@ from visual_checkpoints import make_visual_checkpoint, random_pixels
 from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
-from edgellm.export import visual
+from edgellm.export import models, visual
 from edgellm.export.checkpoints.checkpoint import read_whole
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
@@ -37,6 +37,12 @@ def config_of(name: str) -> dict[str, Any]:
     config = json.loads(json.dumps(visual.find(name).TINY))
     if name == "qwen2_5_vl":
         config["vision_config"]["window_size"] = 112  # no file has it
+    if name == "gemma3":
+        config["text_config"]["layer_types"] = ["sliding_attention"] * 3  # llama.cpp's period is 6
+    if name == "mistral3":
+        config["vision_config"]["image_size"] = 80  # its processor's limit, too
+        rope = models.find("ministral3").TINY["rope_parameters"]
+        config["text_config"]["rope_parameters"] = dict(rope)
     config["text_config"] |= {"bos_token_id": 1, "eos_token_id": 2}
     return config
 
@@ -105,9 +111,10 @@ def test_images_are_prepared_by_the_facts_of_the_file(written, tmp_path, name):
     export_visual(opened, tmp_path / "found", VisualOptions("fp32"))
     image = json.loads((tmp_path / "found/preprocessor_config.json").read_text())
     published = json.loads((checkpoint / "preprocessor_config.json").read_text())
-    limits = {"min_pixels", "max_pixels", "min_patches", "max_patches"}
+    limits = {"min_pixels", "max_pixels", "min_patches", "max_patches", "min_tiles", "max_tiles"}
+    limits |= {"min_image_tokens", "max_image_tokens", "tile_size"}
     for key in ("patch_size", "merge_size", "temporal_patch_size", "size", "max_image_size"):
-        if key not in limits and key in published:
+        if key in image and key in published:
             assert image[key] == published[key]
     picture = Image.fromarray(np.random.default_rng(2).integers(0, 255, (57, 80, 3), np.uint8))
     found = processors.load(tmp_path / "found").prepare(picture)
@@ -245,6 +252,21 @@ def test_the_file_next_to_a_model_is_found_if_it_fits(written, tmp_path):
     assert "several visual encoders fit" in failure(model)
     named = open_checkpoint(str(model), mmproj=str(tmp_path / "model-mmproj-F32.gguf"))
     assert named.tensors.infos()["model.visual.merger.mlp.0.weight"].dtype == "F32"
+
+
+def test_a_spare_token_replaces_an_image_token_that_is_missing(written, tmp_path):
+    """Gemma 3's files from a SentencePiece model lack the tokens that were added to it."""
+    _, file = written("gemma3")
+    mmproj = str(file.parent / "mmproj-model-f32.gguf")
+    plain = tmp_path / "plain.gguf"
+    plain.write_bytes(file.read_bytes().replace(b"<image_soft_token>", b"<a_token_of_words>"))
+    assert "the language model has no token <image_soft_token>" in failure(plain, mmproj)
+    plain.write_bytes(file.read_bytes().replace(b"<image_soft_token>", b"<unused1234567890>"))
+    opened = open_checkpoint(str(plain), mmproj=mmproj)
+    assert opened.config["image_token_index"] == 90
+    export_visual(opened, tmp_path / "bundle", VisualOptions("fp32"))
+    prompt = processors.load(tmp_path / "bundle").prepare(Image.new("RGB", (40, 40))).prompt
+    assert prompt.count("<unused1234567890>") == 16
 
 
 def test_commands_take_the_encoder_by_its_name(written, command_here, tmp_path):
