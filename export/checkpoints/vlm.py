@@ -7,7 +7,7 @@ older checkpoints of the hub have flat configs and other prefixes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
@@ -19,6 +19,8 @@ from edgellm.export.config.reader import ConfigReader
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     text_type: str = ""  # the architecture of the text tower; "": its config says it
+    # Keys of the text tower that its own configs omit
+    text_keys: Mapping[str, Any] = field(default_factory=dict)
     # Of configs that hold the text tower's keys as well as these.
     other_keys: tuple[str, ...] = ()
     interleaves_axes: bool = False  # of M-RoPE, even if its config does not state it
@@ -42,6 +44,9 @@ _FAMILIES = {
     "qwen2_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen2_5_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen3_vl": _Family(text_type="qwen3", interleaves_axes=True),
+    "qwen3_vl_moe": _Family(
+        text_type="qwen3_moe", text_keys={"norm_topk_prob": True}, interleaves_axes=True
+    ),
     "qwen3_5": _Family(interleaves_axes=True),
     "qwen3_5_moe": _Family(interleaves_axes=True),
     "internvl": _Family(),
@@ -203,7 +208,7 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         if family.interleaves_axes and isinstance(text.get(key), dict):
             text[key] = {**text[key], "mrope_interleaved": True}
-    return {**text, **tied, "model_type": model_type}
+    return {**text, **family.text_keys, **tied, "model_type": model_type}
 
 
 def _image_spec(reader: ConfigReader) -> ImageSpec:

@@ -37,6 +37,7 @@ _FAMILIES = {
     "qwen3_5": "qwen2_vl",
     "qwen3_5_moe": "qwen2_vl",
     "qwen3_vl": "qwen2_vl",
+    "qwen3_vl_moe": "qwen2_vl",
     "smolvlm": "idefics3",
 }
 

@@ -163,6 +163,30 @@ def qwen(tmp_path_factory):
 _MLP = "model.layers.0.mlp."
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("inner", [64, 96])  # in the second, gates and ups are square
+def test_joined_experts_are_read_in_both_orders(inner, is_turned, tmp_path):
+    """[E, 2 I, H] of Qwen3.5's published files, [E, H, 2 I] of Qwen3-VL's."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 192, "moe_intermediate_size": inner}
+    source = make_checkpoint(tmp_path / "ck", **{**models.find("qwen3_moe").TINY, **sizes})
+    expected = logits(open_portable(export(source, tmp_path / "separate")))
+    tensors = load_file(source / "model.safetensors")
+    experts = [name for name in tensors if ".experts." in name]
+    apart = {name: tensors.pop(name) for name in experts}
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gates, ups, downs = (
+            np.stack([apart[f"{prefix}{index}.{part}_proj.weight"] for index in range(6)])
+            for part in ("gate", "up", "down")
+        )
+        joined = {"gate_up_proj": np.concatenate([gates, ups], axis=1), "down_proj": downs}
+        for name, array in joined.items():
+            tensors[prefix + name] = array.swapaxes(1, 2) if is_turned else array
+    write(source, tensors)
+    found = logits(open_portable(export(source, tmp_path / "joined")))
+    np.testing.assert_array_equal(found, expected)
+
+
 def _without(name):
     return lambda tensors: tensors.pop(_MLP + name)
 

@@ -87,6 +87,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "intermediate_size": 32, "deepstack_visual_indexes": [0, 1],
         },
     },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_TEXT, "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40, "rope_parameters": {
+                "rope_theta": 10000.0, "rope_type": "default", "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            **_QWEN_VISION, "depth": 2, "hidden_size": 32, "out_hidden_size": HIDDEN,
+            "intermediate_size": 32, "deepstack_visual_indexes": [0],
+        },
+    },
     "qwen3_5": {"text_config": _QWEN3_5, "vision_config": _QWEN3_5_VISION},
     "qwen3_5_moe": {
         "text_config": {**models.find("qwen3_5_moe_text").TINY, **_QWEN3_5, "num_experts": 4,
@@ -300,7 +313,8 @@ def test_the_manifest_has_image_tokens_and_position_axes(exported):
     is_qwen = spec.images.model_type.startswith("qwen")
     assert spec.position_axes == (3 if is_qwen else 1)
     assert spec.images.token_id == IMAGE_TOKEN
-    assert spec.images.num_deepstack == (2 if spec.images.model_type == "qwen3_vl" else 0)
+    levels = {"qwen3_vl": 2, "qwen3_vl_moe": 1}
+    assert spec.images.num_deepstack == levels.get(spec.images.model_type, 0)
     is_gemma = spec.images.model_type == "gemma3"
     assert spec.images.bidirectional_tokens == (16 if is_gemma else 0)
 

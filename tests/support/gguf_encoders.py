@@ -26,6 +26,7 @@ ENCODERS: dict[str, tuple[str, str, dict[int, str]]] = {
     "qwen2_vl": ("qwen2vl_merger", "qwen2vl", _QWEN),
     "qwen2_5_vl": ("qwen2.5vl_merger", "qwen2vl", _QWEN),
     "qwen3_vl": ("qwen3vl_merger", "qwen3vl", _QWEN),
+    "qwen3_vl_moe": ("qwen3vl_merger", "qwen3vlmoe", _QWEN),
     "qwen3_5": ("qwen3vl_merger", "qwen35", _QWEN),
     "qwen3_5_moe": ("qwen3vl_merger", "qwen35moe", _QWEN),
     "idefics3": ("idefics3", "llama", {90: "<image>"}),
@@ -56,7 +57,7 @@ def write_vlm(
     own.mkdir(parents=True)
     inner = dict(config["text_config"])
     inner.setdefault("head_dim", None)
-    if arch == "qwen3vl":
+    if arch.startswith("qwen3vl"):
         inner["levels"] = len(config["vision_config"]["deepstack_visual_indexes"])
     (own / "config.json").write_text(json.dumps(inner))
     tensors = load_file(checkpoint / "model.safetensors")

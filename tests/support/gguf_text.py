@@ -233,6 +233,10 @@ def _gemma3(config: Facts) -> Facts:
     }
 
 
+def _three_axes_with_experts(config: Facts) -> Facts:
+    return {**_three_axes(config), "expert_feed_forward_length": config["moe_intermediate_size"]}
+
+
 FACTS: dict[str, Callable[[Facts], Facts]] = {
     "mistral3": _mistral3,
     "gemma3": _gemma3,
@@ -253,6 +257,7 @@ FACTS: dict[str, Callable[[Facts], Facts]] = {
     "qwen2": _plain,
     "qwen2vl": _three_axes,
     "qwen3vl": _three_axes,
+    "qwen3vlmoe": _three_axes_with_experts,
 }
 
 
@@ -268,6 +273,18 @@ def _turned(name: str, array: np.ndarray, config: Facts) -> Tensors:
 def _shifted(name: str, array: np.ndarray, config: Facts) -> Tensors:
     del config
     yield name, array + np.float32(1) if name.endswith("norm.weight") else array
+
+
+def _apart(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    """Experts, whose tensors are [E, in, out] in the checkpoint."""
+    del config
+    if name.endswith("experts.gate_up_proj"):
+        for part, half in zip(("gate", "up"), np.split(array, 2, axis=2), strict=True):
+            yield name.replace("gate_up_proj", f"{part}_proj.weight"), half.swapaxes(1, 2)
+    elif name.endswith("experts.down_proj"):
+        yield f"{name}.weight", array.swapaxes(1, 2)
+    else:
+        yield name, array
 
 
 def _granite(name: str, array: np.ndarray, config: Facts) -> Tensors:
@@ -316,6 +333,7 @@ def rope_tensors(config: Facts) -> Tensors:
 CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     **dict.fromkeys(FACTS, _kept),
     "mistral3": _turned,
+    "qwen3vlmoe": _apart,
     "gemma3": _shifted,
     "arcee": _turned,
     "granitemoe": _granite,

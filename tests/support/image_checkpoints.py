@@ -106,6 +106,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "mistral3": {
@@ -260,6 +261,7 @@ def reference(folder: Path, model_type: str) -> Any:
         "qwen2_vl": (transformers.Qwen2VLProcessor, {}),
         "qwen2_5_vl": (transformers.Qwen2_5_VLProcessor, {}),
         "qwen3_vl": (transformers.Qwen3VLProcessor, {}),
+        "qwen3_vl_moe": (transformers.Qwen3VLProcessor, {}),
         "qwen3_5": (transformers.Qwen3VLProcessor, {}),
         "qwen3_5_moe": (transformers.Qwen3VLProcessor, {}),
         "gemma3": (transformers.Gemma3Processor, {"image_seq_length": 4}),

@@ -18,6 +18,7 @@ _VIDEO = {
     "qwen2_5_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",
     "qwen3_5": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
     "qwen3_5_moe": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
+    "qwen3_vl_moe": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
     "qwen3_vl": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
     "internvl": "internvl.video_processing_internvl.InternVLVideoProcessor",
     "smolvlm": "smolvlm.video_processing_smolvlm.SmolVLMVideoProcessor",

@@ -28,9 +28,10 @@ WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
 SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL, *LFM]
 VOCABULARY = 96
 FAMILIES = visual.supported()
-SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe")  # those of idefics3 and qwen3_vl
-_RECURRENT = "qwen3_5", "lfm2"
-GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_RECURRENT)]
+# Those of idefics3 and qwen3_vl
+SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
+_ONLY_ON_CPUS = "qwen3_5", "lfm2", "qwen3_vl_moe"  # recurrent layers, experts
+GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_ONLY_ON_CPUS)]
 _PLACEHOLDER = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": GEMMA["boi_token"],

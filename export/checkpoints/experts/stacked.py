@@ -20,12 +20,19 @@ from edgellm.core.onnx_functions import (
     MXFP4_BLOCK,
 )
 from edgellm.export.checkpoints.experts.gpt_oss import powers
-from edgellm.export.checkpoints.experts.weights import Operand, SeparateExperts, Stack, Stored
+from edgellm.export.checkpoints.experts.weights import (
+    JoinedExperts,
+    Operand,
+    SeparateExperts,
+    Stack,
+    Stored,
+)
 from edgellm.export.checkpoints.quantized import gguf
 from edgellm.export.checkpoints.quantized_weight import StoredPlanes, pair_nibbles
 from edgellm.export.checkpoints.weights import StoredTensor, Weights, as_bytes
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
+_JOINED = "gate_up_proj"
 
 
 def experts_of(
@@ -36,7 +43,7 @@ def experts_of(
     *,
     is_gated: bool = True,
 ) -> Stack:
-    """Experts below `weights`, all of a layer in one tensor, or separate.
+    """Experts below `weights`, all of a layer in one tensor or two, or separate.
 
     Args:
         weights: of the experts.
@@ -47,6 +54,9 @@ def experts_of(
     """
     if is_stacked(weights):
         return StackedExperts(weights=weights, experts=experts, sizes=sizes, is_gated=is_gated)
+    if weights.info(_JOINED) is not None:
+        both, down = (weights, _JOINED), (weights, "down_proj")
+        return JoinedExperts(gate_up=both, down=down, experts=experts, sizes=sizes)
     return SeparateExperts(weights=weights, experts=experts, sizes=sizes, names=names)
 
 

@@ -214,7 +214,10 @@ def stacked(name: str, tensors: Sequence[StoredTensor]) -> StoredTensor:
 
 
 class JoinedExperts:
-    """Gates and ups of all experts in one tensor [E, 2 I, H], downs in another [E, H, I]."""
+    """Gates and ups of all experts in one tensor [E, 2 I, H], downs in another [E, H, I].
+
+    Files of some families, such as Qwen3-VL, have the last two axes the other way around.
+    """
 
     def __init__(
         self, *, gate_up: tuple[Weights, str], down: tuple[Weights, str], experts: int,
@@ -227,13 +230,29 @@ class JoinedExperts:
     def read(self, dtype: ir.DataType) -> Stored:
         """See `Stack`."""
         hidden, inner = self._sizes
-        (weights, name), (down_weights, down_name) = self._gate_up, self._down
-        both = weights.take(name, (self._experts, 2 * inner, hidden), dtype)
-        down = down_weights.take(down_name, (self._experts, hidden, inner), dtype)
+        both = self._rows(self._gate_up, (2 * inner, hidden), dtype)
         shape = (self._experts, inner, hidden)
         gate = each_expert(both, f"{both.name}.gate", shape, lambda rows: rows[:inner])
         up = each_expert(both, f"{both.name}.up", shape, lambda rows: rows[inner:])
+        down = self._rows(self._down, (hidden, inner), dtype)
         return Stored(function=onnx_functions.EXPERTS, operands=(gate, up, down))
+
+    def _rows(
+        self, place: tuple[Weights, str], shape: tuple[int, int], dtype: ir.DataType
+    ) -> StoredTensor:
+        """A tensor [E, out, in]."""
+        (weights, name), own = place, (self._experts, *shape)
+        if not self._is_turned():
+            return weights.take(name, own, dtype)
+        turned = weights.take(name, (self._experts, *shape[::-1]), dtype)
+        return each_expert(turned, turned.name, own, lambda columns: columns.T)
+
+    def _is_turned(self) -> bool:
+        """Whether both tensors are [E, in, out]; one of them may be square, but not both."""
+        hidden, inner = self._sizes
+        places = (self._gate_up, (hidden, 2 * inner)), (self._down, (inner, hidden))
+        found = [(weights.info(name), sizes) for (weights, name), sizes in places]
+        return all(info is not None and info.shape[1:] == sizes for info, sizes in found)
 
 
 def each_expert(

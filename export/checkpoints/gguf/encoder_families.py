@@ -376,7 +376,12 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3vl_merger": Family(
         read=_qwen3_vl,
         names=encoder_names.QWEN3,
-        texts={"qwen3vl": "qwen3_vl", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"},
+        texts={
+            "qwen3vl": "qwen3_vl",
+            "qwen3vlmoe": "qwen3_vl_moe",
+            "qwen35": "qwen3_5",
+            "qwen35moe": "qwen3_5_moe",
+        },
         tokens=_QWEN_TOKENS,
     ),
     "idefics3": Family(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts
+from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts, three_axes
 from edgellm.export.checkpoints.gguf.hybrids import (
     GRANITE_EXPERTS,
     SHARED_EXPERT,
@@ -51,6 +51,11 @@ def _qwen2moe(facts: Facts) -> Config:
 def _qwen3moe(facts: Facts) -> Config:
     own = experts(facts, "num_experts", "moe_intermediate_size")
     return {"model_type": "qwen3_moe", "norm_topk_prob": True, **own}
+
+
+def _qwen3vlmoe(facts: Facts) -> Config:
+    facts.skip("n_deepstack_layers")  # the encoder has them
+    return {**_qwen3moe(facts), "rope_parameters": three_axes(facts)}
 
 
 def _olmoe(facts: Facts) -> Config:
@@ -112,6 +117,7 @@ MIXTURES: Mapping[str, Family] = {
     "llama": Family(read=_llama, names=_MIXTRAL, orders=interleaved, has_experts=True),
     "qwen2moe": Family(read=_qwen2moe, names=SHARED_EXPERT, has_experts=True),
     "qwen3moe": Family(read=_qwen3moe, has_experts=True),
+    "qwen3vlmoe": Family(read=_qwen3vlmoe, has_experts=True),
     "olmoe": Family(read=_olmoe, has_experts=True),
     "granitemoe": Family(
         read=_granitemoe, names=GRANITE_EXPERTS, orders=interleaved, has_experts=True

@@ -32,6 +32,7 @@ PAIRS = {
     "qwen2_5_vl": ("qwen2_5_vl", MROPE),
     "qwen2_5_vl_text_positions": ("qwen2_5_vl", EAGLE3),
     "qwen3_vl": ("qwen3_vl", EAGLE3),
+    "qwen3_vl_moe": ("qwen3_vl_moe", EAGLE3),
     "qwen3_5": ("qwen3_5", EAGLE3),
     "qwen3_5_mtp": ("qwen3_5", "mtp"),
     "gemma3": ("gemma3", EAGLE3),

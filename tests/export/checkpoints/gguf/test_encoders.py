@@ -182,8 +182,9 @@ def test_encoders_of_other_models_are_rejected_if_named(written, tmp_path):
     _, newer = written("qwen3_vl")
     _, tiles = written("idefics3")
     mmproj = "mmproj-model-f32.gguf"
-    assert "it is for qwen3vl or qwen35 or qwen35moe, the language model is qwen2vl" in failure(
-        qwen, str(newer.parent / mmproj)
+    assert (
+        "it is for qwen3vl or qwen3vlmoe or qwen35 or qwen35moe, the language model is qwen2vl"
+        in failure(qwen, str(newer.parent / mmproj))
     )
     assert "it holds no visual encoder" in failure(qwen, str(qwen))
     other = config_of("qwen2_vl")
