@@ -2,7 +2,8 @@
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
     python benchmarks/decode.py smollm2 --rounds 5
-    python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights, also of qwen3.5
+    python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights
+    python benchmarks/decode.py qwen3.5     # the shape of its 0.8B model; gemma4: E2B's
 
 All engines have the same weights, the same number of threads, a 512-token context and batch 1.
 Every engine runs in its own process; they alternate for several rounds. The share of the memory
@@ -120,7 +121,22 @@ def show_qwen3_5(given: argparse.Namespace, report: Report) -> None:
     _compare("qwen3.5-0.8b", models, [("edgellm", peer) for peer in models][1:], given, report)
 
 
-MODES = {"smollm2": show_smollm2, "shape": show_shape, "qwen3.5": show_qwen3_5}
+def show_gemma4(given: argparse.Namespace, report: Report) -> None:
+    """Measure random weights of Gemma 4 E2B's shape, which no peer at hand makes from floats."""
+    shape = "gemma-4-small" if given.quick else "gemma-4-e2b"
+    checkpoint = engines.random_checkpoint(given.work, shape, "BF16")
+    plan = engines.plan_of(given.threads, "int4", "edgellm")
+    engine = engines.plain_engine(checkpoint, f"int4-{given.threads}", plan, "fp16")
+    models: Models = {_label("int4", "edgellm"): (sys.executable, "edgellm", engine)}
+    _compare(shape, models, [], given, report)
+
+
+MODES = {
+    "smollm2": show_smollm2,
+    "shape": show_shape,
+    "qwen3.5": show_qwen3_5,
+    "gemma4": show_gemma4,
+}
 
 
 def _label(precision: str, kernels: str) -> str:
@@ -212,7 +228,8 @@ def _compare(
         for found in [(decode, prefill)]
         for ours, theirs in pairs
     ]
-    report.add(f"decode-{name}-speedup", ("edgellm", "against", "decode", "prefill"), ratios)
+    if ratios:
+        report.add(f"decode-{name}-speedup", ("edgellm", "against", "decode", "prefill"), ratios)
 
 
 def main() -> None:

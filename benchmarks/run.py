@@ -24,7 +24,7 @@ from pathlib import Path
 from harness.results import FILE, PAGE, fill, named, read
 
 RUNS: dict[str, tuple[str, ...]] = {
-    "decode": ("smollm2 --rounds 5", "shape --rounds 3", "qwen3.5 --rounds 3"),
+    "decode": ("smollm2 --rounds 5", "shape --rounds 3", "qwen3.5 --rounds 3", "gemma4 --rounds 3"),
     "prefill": ("tokens --rounds 3", "context --threads 1"),
     "peers": ("speed --prompts 8 --tokens 96",),
     "speculation": (

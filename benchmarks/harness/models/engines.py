@@ -41,13 +41,20 @@ def plan_of(threads: int, quantize: str = "auto", kernels: str = "auto", **other
     return replace(plan, **others)
 
 
-def plain_engine(checkpoint: Path, name: str, plan: Plan) -> Path:
-    """Build a checkpoint in its folder's place without a draft, unless it exists."""
+def plain_engine(checkpoint: Path, name: str, plan: Plan, dtype: str = "fp32") -> Path:
+    """Build a checkpoint in its folder's place without a draft, unless it exists.
+
+    Args:
+        checkpoint: a folder or a GGUF file.
+        name: of the engine.
+        plan: of the build.
+        dtype: of the bundle.
+    """
     engine = checkpoint.with_name(f"{checkpoint.name}-{name}")
     if not engine.exists():
         bundle = checkpoint.with_name(f"{checkpoint.name}-bundle")
         if not bundle.exists():
-            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
+            export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype=dtype))
         build_engine("llm", bundle, engine, plan, "onnxruntime", silent)
     return engine
 
@@ -59,10 +66,10 @@ def smollm2_engine(work: Path, precision: str, threads: int) -> Path:
     return plain_engine(checkpoint, f"{precision}-{threads}", plan_of(threads, quantize))
 
 
-def random_checkpoint(work: Path, shape: str) -> Path:
-    """Return float32 weights of one of `random_weights.SHAPES`, with SmolLM2's tokenizer."""
-    folder = work / shape
-    random_weights.write(random_weights.SHAPES[shape], folder, "F32")
+def random_checkpoint(work: Path, shape: str, dtype: str = "F32") -> Path:
+    """Return weights of a shape of `random_weights`, with SmolLM2's tokenizer."""
+    folder, shapes = work / shape, {**random_weights.SHAPES, **random_weights.GEMMA_4}
+    random_weights.write(shapes[shape], folder, dtype)
     for name, data in open_checkpoint(str(smollm2.fetch())).tokenizer_files.items():
         (folder / name).write_bytes(data)
     return folder

@@ -48,6 +48,45 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
     },
 }
+_E2B: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "architectures": ["Gemma4ForCausalLM"],
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+    "sliding_window": 512,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+}
+# Gemma 4 E2B's text model, and a small one. No peer makes its files from floats.
+GEMMA_4: dict[str, dict[str, Any]] = {
+    "gemma-4-e2b": _E2B,
+    "gemma-4-small": {
+        **_E2B,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 10,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2,
+        "num_kv_shared_layers": 5,
+        "vocab_size": 49152,
+        "vocab_size_per_layer_input": 49152,
+        "hidden_size_per_layer_input": 64,
+    },
+}
 _DTYPES: dict[str, Any] = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32,
 }  # fmt: skip
