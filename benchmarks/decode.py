@@ -114,7 +114,8 @@ def show_qwen3_5(given: argparse.Namespace, report: Report) -> None:
         partial = path.with_suffix(".partial")
         random_gguf.write_qwen3_5(config, smollm2.fetch(), partial)
         partial.replace(path)
-    engine = engines.plain_engine(path, f"edgellm-{given.threads}", engines.plan_of(given.threads))
+    plan = engines.plan_of(given.threads)
+    engine = engines.plain_engine(path, f"edgellm-{given.threads}", plan, "fp16")  # keeps blocks
     models: Models = {"edgellm": (sys.executable, "edgellm", engine)}
     if not given.quick and command.has_package("llama_cpp", given.llama_python):
         models["llama.cpp"] = given.llama_python, "llama.cpp", path

@@ -48,7 +48,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "serving": (
         "overhead",
         "load --minutes 5 --clients 200 --queueSize 32",
-        "clients --tokens 64 --seconds 8 --counts 1 4 16",
+        "clients --tokens 64 --seconds 15 --counts 1 4 16",
     ),
     "moe_and_hybrids": ("moe --layers 12 --threads 1", "operator --threads 1", "tree", "turns"),
     "vlm": ("encoder --depth 4 --rounds 3", "first_token", "memory --depth 4", "captions"),
