@@ -101,7 +101,8 @@ def _requests(flags: InferenceFlags) -> tuple[Options, list[Any]]:
     from edgellm.device_runtime.request_files.prompts import requests_of
     from edgellm.device_runtime.request_files.request_file import Options, read_file
 
-    if flags.output_file is None and (flags.resume or flags.prompts is None):
+    needs_file = flags.prompts is None and not flags.prove_count
+    if flags.output_file is None and (flags.resume or needs_file):
         cause = "--resume needs" if flags.resume else "the requests of --inputFile need"
         if flags.input_file is not None or flags.resume:
             raise EdgeLLMError(f"{cause} --outputFile", hint="give the file to write")

@@ -368,8 +368,9 @@ def _inference(command: Command, folder: Path) -> Callable[..., tuple]:
         source, output = folder / "in.json", folder / "out.json"
         source.write_text(content if isinstance(content, str) else json.dumps(content))
         output.unlink(missing_ok=True)
-        folders = ("--engineDir", engine, "--inputFile", source, "--outputFile", output)
-        result = command("llm_inference", *folders, *flags)
+        written = () if "--prove" in flags else ("--outputFile", output)
+        given = ("--engineDir", engine, "--inputFile", source, *written, *flags)
+        result = command("llm_inference", *given)
         answers = json.loads(output.read_text())["responses"] if output.exists() else None
         return result, answers
 
