@@ -40,7 +40,8 @@ OutputFile = Annotated[
     Path | None,
     typer.Option(
         "--outputFile",
-        help="Write the outputs to this JSON file; --inputFile needs it, but for --prove. Default: no file.",
+        help="Write the outputs to this JSON file. --inputFile needs it, except with --prove. "
+        "Default: no file.",
         rich_help_panel="Output",
     ),
 ]
