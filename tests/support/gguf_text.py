@@ -276,13 +276,13 @@ def _shifted(name: str, array: np.ndarray, config: Facts) -> Tensors:
 
 
 def _apart(name: str, array: np.ndarray, config: Facts) -> Tensors:
-    """Experts, whose tensors are [E, in, out] in the checkpoint."""
+    """Experts in one tensor, as new versions of transformers save them."""
     del config
     if name.endswith("experts.gate_up_proj"):
-        for part, half in zip(("gate", "up"), np.split(array, 2, axis=2), strict=True):
-            yield name.replace("gate_up_proj", f"{part}_proj.weight"), half.swapaxes(1, 2)
+        for part, half in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+            yield name.replace("gate_up_proj", f"{part}_proj.weight"), half
     elif name.endswith("experts.down_proj"):
-        yield f"{name}.weight", array.swapaxes(1, 2)
+        yield f"{name}.weight", array
     else:
         yield name, array
 
