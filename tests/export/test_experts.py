@@ -169,7 +169,7 @@ def test_joined_experts_are_read_in_both_orders(inner, is_turned, tmp_path):
     """[E, 2 I, H] of Qwen3.5's published files, [E, H, 2 I] of Qwen3-VL's."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 192, "moe_intermediate_size": inner}
     source = make_checkpoint(tmp_path / "ck", **{**models.find("qwen3_moe").TINY, **sizes})
-    expected = logits(open_portable(export(source, tmp_path / "separate")))
+    expected = logits(open_portable(export(source, tmp_path / "separate"), 64))
     tensors = load_file(source / "model.safetensors")
     experts = [name for name in tensors if ".experts." in name]
     apart = {name: tensors.pop(name) for name in experts}
@@ -183,7 +183,7 @@ def test_joined_experts_are_read_in_both_orders(inner, is_turned, tmp_path):
         for name, array in joined.items():
             tensors[prefix + name] = array.swapaxes(1, 2) if is_turned else array
     write(source, tensors)
-    found = logits(open_portable(export(source, tmp_path / "joined")))
+    found = logits(open_portable(export(source, tmp_path / "joined"), 64))
     np.testing.assert_array_equal(found, expected)
 
 

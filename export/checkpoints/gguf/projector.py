@@ -25,7 +25,6 @@ from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
 
 ENCODER = "clip"  # llama.cpp's architecture of encoders
 NO_ENCODER = "none"  # as --mmproj
-_TOKENS = "tokenizer_config.json"
 _SPECIAL = (3, 4)  # types of tokens that tokenizers do not split: control and user-defined
 _PRECISION = re.compile(r"[-_.]?(bf16|f16|f32|q\d\w*)$")
 _PRECISIONS = ("f16", "bf16", "f32", "q8_0")
@@ -81,9 +80,10 @@ def with_encoder(text: Text, path: Path) -> Checkpoint:
         **{key: tokens.index(token) for key, token in named.items()},
     }
     files = {name: json.dumps(each, indent=2).encode() for name, each in encoder.processor.items()}
-    replaced = [named[key] for key, token in family.tokens.items() if named[key] != token]
+    if replaced := [named[key] for key, token in family.tokens.items() if named[key] != token]:
+        files["tokenizer_config.json"] = json.dumps({"image_token": replaced[0]}).encode()
     return replace(
-        text.checkpoint if not replaced else _with_image_token(text.checkpoint, replaced[0]),
+        text.checkpoint,
         config=config,
         tensors=_Union(text.checkpoint.tensors, tensors),
         processor_files=files,
@@ -189,13 +189,6 @@ def _held_token(text: Text, token: str, family: Family) -> str:
     if not spare:
         raise UnsupportedModelError(f"the language model has no token {token}", hint=REMEDY)
     return spare[-1]
-
-
-def _with_image_token(checkpoint: Checkpoint, token: str) -> Checkpoint:
-    """Name the image token where processors look it up."""
-    files = dict(checkpoint.tokenizer_files)
-    facts = {**json.loads(files[_TOKENS]), "image_token": token}
-    return replace(checkpoint, tokenizer_files={**files, _TOKENS: json.dumps(facts).encode()})
 
 
 def _model_type(text: Text, family: Family) -> str:

@@ -343,8 +343,8 @@ def test_text_models_and_unknown_encoders_are_rejected(tiny_checkpoint, qwen3_ch
         _export(tiny_checkpoint, tmp_path / "bundle")
     assert "edgellm-export llm" in caught.value.hint
     checkpoint = open_checkpoint(str(qwen3_checkpoint), tokenizer=False)
-    checkpoint.config["model_type"] = "qwen3_vl_moe"
-    with pytest.raises(UnsupportedModelError, match="'qwen3_vl_moe' is not") as caught:
+    checkpoint.config["model_type"] = "qwen9_vl"
+    with pytest.raises(UnsupportedModelError, match="'qwen9_vl' is not") as caught:
         export_visual(checkpoint, tmp_path / "bundle", VisualOptions())
     assert caught.value.hint.startswith(f"supported: {', '.join(visual.supported())}")
 
