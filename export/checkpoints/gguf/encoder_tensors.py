@@ -45,7 +45,7 @@ class EncoderNames:
     may_swap: bool = True  # older files name the two layers of a network the other way around
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Joined:
     """Parts of a tensor, one after the other on an axis."""
 
@@ -92,6 +92,7 @@ class EncoderTensors:
 
     def __init__(
         self,
+        *,
         tensors: Sequence[GGUFTensor],
         names: EncoderNames,
         levels: Sequence[int] = (),
@@ -147,13 +148,16 @@ def _joined(
         own = f"{block[2]}.{block[3]}" if block is not None else name
         if (revert := changes.get(own)) is not None:
             shape = revert(np.zeros(tensor.shape, np.float32)).shape
-            yield _name(name, names, levels), _Joined((tensor,), shape, revert=revert)
+            yield _name(name, names, levels), _Joined(parts=(tensor,), shape=shape, revert=revert)
             continue
         second = held.get(f"{_KERNEL}.1")
         if name == _KERNEL and second is not None and len(tensor.shape) == 4:
             taken.add(f"{_KERNEL}.1")
             shape = (*tensor.shape[:2], 2, *tensor.shape[2:])
-            yield _name(name, names, levels), _Joined((tensor, second), shape, is_stacked=True)
+            yield (
+                _name(name, names, levels),
+                _Joined(parts=(tensor, second), shape=shape, is_stacked=True),
+            )
             continue
         sources = _projections(held, name, names)
         taken.update(sources)
@@ -161,7 +165,7 @@ def _joined(
         rows = sum(part.shape[0] for part in parts)
         shape = rows, *tensor.shape[1:]
         ones = (1,) * (names.ranks.get(name, 0) - len(shape))
-        yield _name(name, names, levels), _Joined(parts, (*ones, *shape))
+        yield _name(name, names, levels), _Joined(parts=parts, shape=(*ones, *shape))
 
 
 def _projections(held: Mapping[str, GGUFTensor], name: str, names: EncoderNames) -> Sequence[str]:

@@ -51,7 +51,12 @@ def with_encoder(text: Text, path: Path) -> Checkpoint:
         file = read_gguf(path)
         family, encoder = _read(file)
         _require_fit(text, family, encoder)
-        tensors = EncoderTensors(file.tensors, family.names, encoder.levels, encoder.changes)
+        tensors = EncoderTensors(
+            tensors=file.tensors,
+            names=family.names,
+            levels=encoder.levels,
+            changes=encoder.changes,
+        )
     except (OSError, ValueError, OverflowError) as error:
         raise BrokenArtifactError(
             f"{path} is not a whole GGUF file ({error})", hint="download or copy it again"
