@@ -379,3 +379,5 @@ RULES: Mapping[str, Rule] = {
     "longrope": _longrope,
     "factors": _factors,
 }
+# Gemma 4 and LFM3
+PROPORTIONAL_ROPE = RopeTraits(rules={**RULES, "proportional": proportional})

@@ -67,7 +67,8 @@ class Attention:
         """X [1, S, input size] -> [1, S, H]."""
         q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
         q, k = self.normalize(op, q, k)
-        return self.o_proj(op, self.attend(op, state, layer, q, k, v))
+        y = self.attend(op, state, layer, q, k, v)
+        return self.o_proj(op, self.gate(op, x, y))
 
     def attend(
         self, op: Op, state: PassState, layer: int, q: ir.Value, k: ir.Value, v: ir.Value
@@ -82,6 +83,11 @@ class Attention:
         """Hook for architectures that normalize queries and keys."""
         del op
         return q, k
+
+    def gate(self, op: Op, x: ir.Value, y: ir.Value) -> ir.Value:
+        """Hook for gates by the input x [1, S, H] on the heads' outputs y [1, S, heads*D]."""
+        del op, x
+        return y
 
 
 class DecoderLayer:

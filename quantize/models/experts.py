@@ -19,7 +19,7 @@ from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.expert_rounding import Products, round_weight
-from edgellm.quantize.models.families import Experts
+from edgellm.quantize.models.families import Experts, Family
 
 FEW = 32  # tokens; an expert with fewer is calibrated with all tokens
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -174,16 +174,15 @@ def round_experts(
     return found
 
 
-def read_canonical(tensors: Mapping[str, Tensor], experts: Experts | None) -> dict[str, Tensor]:
+def read_canonical(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Return a layer's tensors by transformers' names, each expert's as `experts.3.up_proj`."""
-    if experts is None:
-        return dict(tensors)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name in experts.joined:
+        experts = family.experts
+        if experts is not None and name in experts.joined:
             found |= dict(_split(f"{experts.block}.experts", tensor, experts.joined.index(name)))
         else:
-            found[experts.canonical(name)] = tensor
+            found[family.canonical(name)] = tensor
     return found
 
 

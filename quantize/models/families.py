@@ -28,26 +28,17 @@ class Experts:
     """Names of the experts in a family's layers, and in its checkpoints."""
 
     block: str = "mlp"  # module of transformers' layer
-    # Name prefixes, and parts of experts, of checkpoints by those of transformers
-    stored: Mapping[str, str] = field(default_factory=dict)
+    # Parts of experts in checkpoints by those of transformers
     parts: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[str, ...] = ()  # fused tensors of all experts: gate and up, down
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor, with unfused experts."""
-        for ours, theirs in self.stored.items():
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
-                break
         return self._renamed(name, {theirs: ours for ours, theirs in self.parts.items()})
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor."""
-        name = self._renamed(name, self.parts)
-        for ours, theirs in self.stored.items():
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
+        return self._renamed(name, self.parts)
 
     def is_float(self, name: str) -> bool:
         """Return whether a matrix stays float: routers, and gates of shared experts."""
@@ -72,6 +63,8 @@ class Family:
     attention: str = "sdpa"  # implementation of transformers that supports all its features
     # Config values with which a one-layer model does not scale the layer's input
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    # Name prefixes of checkpoints by those of transformers
+    stored: Mapping[str, str] = field(default_factory=dict)
     experts: Experts | None = None
     norm: str = "norm"  # final norm
     embedding: str = "embed_tokens"
@@ -88,11 +81,13 @@ class Family:
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor."""
+        name = _moved(name, {theirs: ours for ours, theirs in self.stored.items()})
         return name if self.experts is None else self.experts.canonical(name)
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of a layer's tensor."""
-        return name if self.experts is None else self.experts.stored_name(name)
+        name = name if self.experts is None else self.experts.stored_name(name)
+        return _moved(name, self.stored)
 
     def is_float(self, name: str) -> bool:
         """Return whether a matrix of a layer stays float; `name` is transformers'."""
@@ -111,15 +106,22 @@ class Family:
         return (shape[1], shape[2]) if is_joined else None
 
 
+def _moved(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name whose prefix, if it is one of these, is replaced."""
+    found = next((each for each in prefixes if name.startswith(each)), "")
+    return prefixes.get(found, "") + name.removeprefix(found)
+
+
 _BEFORE = Family(readers={"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
 _MIXED = replace(_BEFORE, experts=Experts())
 _POST_NORM = Family(readers={})  # norms only after attention and MLP
 _SANDWICH = Family(
     readers={"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
 )  # fmt: skip
+_UNSCALED = {"embedding_multiplier": 1.0}
+_GRANITE_ROUTER = {"block_sparse_moe.router.": "block_sparse_moe.router.layer."}
 _GRANITE_EXPERTS = Experts(
     block="block_sparse_moe",
-    stored={"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
 # JSON has no infinity; only transformers' file reader parses its form.
@@ -142,7 +144,7 @@ FAMILIES = {
     "cohere2": Family(readers={"input_layernorm": _QKV + _GATED}),
     "ernie4_5": _BEFORE,
     "ernie4_5_moe": replace(
-        _BEFORE, experts=Experts(stored={"mlp.gate.moe_statics.": "mlp.moe_statics."})
+        _BEFORE, stored={"mlp.gate.moe_statics.": "mlp.moe_statics."}, experts=Experts()
     ),
     "exaone4": _POST_NORM,
     "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa lacks soft-capping
@@ -156,15 +158,16 @@ FAMILIES = {
     "glm4": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}
     ),
-    "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
+    "granite": replace(_BEFORE, neutral=_UNSCALED),
     "granitemoe": Family(
         readers={"input_layernorm": _QKV},
-        neutral={"embedding_multiplier": 1.0},
+        neutral=_UNSCALED,
+        stored=_GRANITE_ROUTER,
         experts=_GRANITE_EXPERTS,
     ),
     "granitemoehybrid": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
-        neutral={"embedding_multiplier": 1.0, **_UNBOUNDED},
+        neutral={**_UNSCALED, **_UNBOUNDED},
     ),
     "falcon_h1": Family(
         readers={"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
@@ -180,6 +183,11 @@ FAMILIES = {
             block="feed_forward", parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         ),
     ),
+    "lfm3": replace(
+        _LFM2,
+        readers={**_LFM2.readers, "operator_norm": (*_QKV, "self_attn.g_proj")},
+        stored={"self_attn.g_proj.": "self_attn.gate_proj."},
+    ),
     "llama": _BEFORE,
     "minicpm3": Family(
         readers={
@@ -194,10 +202,8 @@ FAMILIES = {
     "mistral": _BEFORE,
     "mixtral": replace(
         _BEFORE,
-        experts=Experts(
-            stored={"mlp.": "block_sparse_moe."},
-            parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-        ),
+        stored={"mlp.": "block_sparse_moe."},
+        experts=Experts(parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     ),
     "nemotron_h": Family(
         readers={"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
@@ -241,7 +247,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if config["model_type"] == "granitemoehybrid" and config.get("num_local_experts", 8):
         # Routers read the second norm too.
         readers = {"input_layernorm": family.readers["input_layernorm"]}
-        return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
+        return replace(family, readers=readers, stored=_GRANITE_ROUTER, experts=_GRANITE_EXPERTS)
     if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
         return replace(family, experts=None)
     return family
