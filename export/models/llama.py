@@ -96,14 +96,14 @@ class DecoderLayer:
     attention: type[Attention] = Attention
     norm: type[RMSNorm | LayerNorm] = RMSNorm
     attention_name, mlp_name = "self_attn", "mlp"
+    norm_names = "input_layernorm", "post_attention_layernorm"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        hidden, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = self.norm(weights / "input_layernorm", hidden, epsilon)
-        self.self_attn = self.attention(config, weights / self.attention_name)
-        self.post_attention_layernorm = self.norm(
-            weights / "post_attention_layernorm", hidden, epsilon
+        self.input_layernorm, self.post_attention_layernorm = (
+            self.norm(weights / name, config.hidden_size, config.rms_norm_eps)
+            for name in self.norm_names
         )
+        self.self_attn = self.attention(config, weights / self.attention_name)
         self.mlp = self.feed_forward(config, weights / self.mlp_name)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:

@@ -138,6 +138,10 @@ _DELTA = Family(
     floats=tuple(f"linear_attn.in_proj_{name}" for name in ("a", "b", "ba")),
 )
 FAMILIES = {
+    "apertus": Family(
+        readers={"attention_layernorm": _QKV, "feedforward_layernorm": ("mlp.up_proj",)},
+        norms=("attention_layernorm", "feedforward_layernorm"),
+    ),
     "arcee": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}
     ),
