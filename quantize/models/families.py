@@ -20,7 +20,14 @@ from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
 # Config keys with an entry for each layer
-_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
+_OF_LAYERS = (
+    "layer_types",
+    "layers_block_type",
+    "no_rope_layers",
+    "layer_rope_theta",
+    "mlp_layer_types",
+    "num_attention_heads_per_layer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +180,7 @@ FAMILIES = {
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
         neutral={**_UNSCALED, **_UNBOUNDED},
     ),
+    "granite_swa": replace(_BEFORE, neutral=_UNSCALED, attention="eager"),  # sdpa lacks sinks
     "falcon_h1": Family(
         readers={"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
         neutral=_UNBOUNDED,
