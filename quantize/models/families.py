@@ -176,6 +176,15 @@ FAMILIES = {
         stored=_GRANITE_ROUTER,
         experts=_GRANITE_EXPERTS,
     ),
+    "granitemoe_swa": Family(
+        readers={"input_layernorm": _QKV},
+        neutral=_UNSCALED,
+        attention="eager",
+        experts=Experts(
+            block="block_sparse_moe",
+            joined=tuple(f"block_sparse_moe.experts.{part}_proj" for part in ("gate_up", "down")),
+        ),
+    ),
     "granitemoehybrid": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
         neutral={**_UNSCALED, **_UNBOUNDED},
