@@ -152,6 +152,15 @@ FAMILIES = {
     "arcee": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}
     ),
+    "bamba": Family(
+        readers={
+            "input_layernorm": _QKV,
+            "pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        },
+        neutral=_UNBOUNDED,
+        norm="final_layernorm",
+        norms=("input_layernorm", "pre_ff_layernorm"),
+    ),
     "cohere2": Family(readers={"input_layernorm": _QKV + _GATED}),
     "ernie4_5": _BEFORE,
     "ernie4_5_moe": replace(
@@ -296,6 +305,8 @@ def keep_layers(config: Any, layers: range) -> None:
     for key in _OF_LAYERS:
         if values := vars(config).get(key):
             setattr(config, key, [values[index] for index in layers])
+    if (attending := getattr(config, "attn_layer_indices", None)) is not None:
+        config.attn_layer_indices = [at for at, each in enumerate(layers) if each in attending]
     _keep_shared_kv(config, layers)
     _keep_experts(config, layers)
     if depth := getattr(config, "scale_depth", None):  # divided by the root of the number of layers
