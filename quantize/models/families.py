@@ -205,6 +205,7 @@ FAMILIES = {
         norm="final_layernorm",
         norms=("input_layernorm", "pre_ff_layernorm"),
     ),
+    "internlm3": _BEFORE,
     "hunyuan_v1_dense": _BEFORE,
     "lfm2": _LFM2,
     "lfm2_moe": replace(

@@ -28,7 +28,8 @@ def _read(**changes):
         ({"vocab_size": None}, "has no vocab_size"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type longrope needs 'long_factor'"),
-        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rope type 'ntk' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type dynamic needs 'factor'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type linear needs 'factor'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}}, "not understood: odd"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0 is not positive"),
@@ -151,6 +152,7 @@ def test_longrope_has_the_frequencies_of_both_lengths():
     [
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 6.0},
         {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
          "original_max_position_embeddings": 8192},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
