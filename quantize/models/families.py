@@ -207,6 +207,14 @@ FAMILIES = {
     ),
     "internlm3": _BEFORE,
     "hunyuan_v1_dense": _BEFORE,
+    "laguna": replace(
+        _MIXED,
+        readers={**_MIXED.readers, "input_layernorm": (*_QKV, "self_attn.g_proj")},
+        stored={
+            "mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias",
+            "mlp.shared_experts.": "mlp.shared_expert.",
+        },
+    ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,
