@@ -15,7 +15,7 @@ import torch
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
+from edgellm.export.models import cohere2, falcon_h1, gemma2, granite, olmo_hybrid
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
@@ -79,6 +79,8 @@ class Family:
     # Norms before the token mixer and, if separate, before the MLP
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     floats: tuple[str, ...] = ()  # float matrices: decay of states
+    # Tensors of checkpoints that are joined along the first axis, by transformers' name
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scales_values: bool = True  # whether v_proj may be scaled: no norm follows it
 
     def attention_of(self, names: Iterable[str]) -> str:
@@ -89,6 +91,7 @@ class Family:
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor."""
         name = _moved(name, {theirs: ours for ours, theirs in self.stored.items()})
+        name = next((ours for ours, parts in self.joined.items() if name in parts), name)
         return name if self.experts is None else self.experts.canonical(name)
 
     def stored_name(self, name: str) -> str:
@@ -256,6 +259,16 @@ FAMILIES = {
     ),
     "olmo2": _POST_NORM,
     "olmo3": _POST_NORM,
+    "olmo_hybrid": Family(
+        readers={},  # norms precede the networks of some layers only
+        floats=("linear_attn.a_proj", "linear_attn.b_proj"),
+        stored={f"{name}.": f"{published}." for name, published in olmo_hybrid.PUBLISHED.items()},
+        joined={
+            "linear_attn.conv1d.weight": tuple(
+                f"linear_attn.{name}" for name in olmo_hybrid.CONVOLUTIONS
+            )
+        },
+    ),
     "olmoe": _MIXED,
     "phi3": Family(
         readers={
