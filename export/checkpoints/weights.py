@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -144,6 +145,38 @@ class Weights:
                 name=full, dtype=dtype, shape=shape, stream=lambda: _to_half(stream())
             )
         return StoredTensor(name=full, dtype=ONNX_TYPES[kind], shape=shape, stream=stream)
+
+    def take_joined(
+        self, names: tuple[str, ...], name: str, shape: tuple[int, ...], dtype: ir.DataType
+    ) -> StoredTensor:
+        """Tensors one after the other along the first axis, as one; see `take`.
+
+        Args:
+            names: of these tensors, whose rows add up to `shape`.
+            name: of the result.
+            shape: of the result.
+            dtype: of activations.
+
+        Raises:
+            BrokenArtifactError: one is absent, or of another shape or type than the others.
+        """
+        rows = [info.shape[0] if (info := self.info(each)) and info.shape else 0 for each in names]
+        parts = [
+            self.take(each, (count, *shape[1:]), dtype)
+            for each, count in zip(names, rows, strict=True)
+        ]
+        kinds = {part.dtype for part in parts}
+        if sum(rows) != shape[0] or len(kinds) > 1:
+            raise BrokenArtifactError(
+                f"tensors {self._prefix}{names[0]} to {names[-1]} do not join to {list(shape)}",
+                hint="the weights and config.json do not belong together, or a file is missing",
+            )
+        return StoredTensor(
+            name=self._prefix + name,
+            dtype=parts[0].dtype,
+            shape=shape,
+            stream=lambda: chain.from_iterable(part.stream() for part in parts),
+        )
 
     def take_shifted(
         self, name: str, shape: tuple[int, ...], dtype: ir.DataType, shift: float

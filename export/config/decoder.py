@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +76,7 @@ class DecoderConfig:
         rope: RopeTraits | None = PLAIN_ROPE,
         window: int | None = None,
         activation_key: str = "hidden_act",
+        activations: Sequence[str] = ACTIVATIONS,
         inner_key: str = "intermediate_size",
         epsilon_key: str = "rms_norm_eps",
         **traits: Any,
@@ -86,6 +88,7 @@ class DecoderConfig:
             rope: traits of the architecture; None: layers have several, see `attending`.
             window: of all layers.
             activation_key: config key of the activation.
+            activations: that the architecture computes.
             inner_key: config key of the intermediate size.
             epsilon_key: config key of the norms' epsilon.
             traits: facts of the architecture.
@@ -107,7 +110,7 @@ class DecoderConfig:
             rms_norm_eps=reader.read(epsilon_key, float),
             max_position_embeddings=longest,
             tie_word_embeddings=reader.read("tie_word_embeddings", bool, False),
-            activation=reader.choice(activation_key, *ACTIVATIONS),
+            activation=reader.choice(activation_key, *activations),
             layer_kinds=(),
             **traits,
         )

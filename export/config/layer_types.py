@@ -37,19 +37,26 @@ class AttentionKind:
         return self.kv.source if self.kv is not None else None
 
 
-def read_layer_types(reader: ConfigReader, default: Sequence[str]) -> tuple[str, ...]:
-    """FULL or SLIDING for each layer; `default` if the config has no layer_types.
+def read_layer_types(
+    reader: ConfigReader, default: Sequence[str], kinds: Sequence[str] = (FULL, SLIDING)
+) -> tuple[str, ...]:
+    """One of `kinds` for each layer; `default` if the config has no layer_types.
 
     Raises:
-        UnsupportedModelError: unknown types, or not one for each layer.
+        UnsupportedModelError: unknown types, not one for each layer, or no attention.
     """
     found = reader.read("layer_types", list, list(default))
-    if unknown := [kind for kind in found if kind not in (FULL, SLIDING)]:
+    if unknown := [kind for kind in found if kind not in kinds]:
         raise UnsupportedModelError(
             f"config.json: layer_types names {unknown[0]!r}, which is not supported",
-            hint=f"supported: {FULL}, {SLIDING}",
+            hint=f"supported: {', '.join(kinds)}",
         )
     check_length(reader, "layer_types", found)
+    if not {FULL, SLIDING} & {*found}:
+        raise UnsupportedModelError(
+            "config.json: no layer attends, which is not supported",
+            hint="use config.json as the model was published",
+        )
     return tuple(found)
 
 

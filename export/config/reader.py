@@ -119,6 +119,11 @@ class ConfigReader:
         """The value of `key`, None if absent or null."""
         return self.read(key, kind, None)
 
+    def is_null(self, key: str) -> bool:
+        """Whether the config has `key`, with the value null."""
+        self._used.add(key)
+        return key in self._config and self._config[key] is None
+
     def assume(self, **values: Any) -> None:
         """Set the architecture's defaults of missing keys."""
         for key, value in values.items():

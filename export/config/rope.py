@@ -294,6 +294,13 @@ def _divisors(parameters: Parameters, key: str, pairs: int) -> F32:
     return np.asarray(found, np.float32)
 
 
+def _dynamic(plain: F32, theta: float, parameters: Parameters) -> Rope:
+    """Plain frequencies: they change beyond max_position_embeddings, where engines end."""
+    del theta
+    _number(parameters, "factor")
+    return Rope(inv_freq=plain)
+
+
 def _longrope(plain: F32, theta: float, parameters: Parameters) -> Rope:
     """Short factors if the cache's capacity is the original length at most, else long ones.
 
@@ -374,8 +381,11 @@ def _yarn_scale(factor: float, parameters: Parameters) -> float:
 RULES: Mapping[str, Rule] = {
     "default": _default,
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
     "factors": _factors,
 }
+# Gemma 4 and LFM3
+PROPORTIONAL_ROPE = RopeTraits(rules={**RULES, "proportional": proportional})

@@ -223,3 +223,9 @@ def split_heads(op: Op, x: ir.Value, head_dim: int) -> ir.Value:
 def merge_heads(op: Op, x: ir.Value) -> ir.Value:
     """[1, S, heads, D] -> [1, S, heads*D]."""
     return op.Reshape(x, op.constant([0, 0, -1]))
+
+
+def scale_heads(op: Op, x: ir.Value, factors: ir.Value, head_dim: int) -> ir.Value:
+    """Multiply heads [1, S, heads*D] by one factor each [1, S, heads]."""
+    apart = split_heads(op, x, head_dim)
+    return merge_heads(op, op.Mul(apart, op.Unsqueeze(factors, op.constant([-1]))))

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.checkpoints.weights import StoredTensor, Weights
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.layers.attention import PassState, split_heads
 from edgellm.export.layers.recurrent import convolve, floats, keep_matrix
@@ -76,7 +76,7 @@ class DeltaRule:
         """Mixed [1, S, (2 J dk + H dv)], a and b [1, S, H] -> [1, S, H * dv]."""
         sizes, recurrences = self.sizes, state.recurrences
         assert recurrences is not None
-        weight = self._parameter(op, "conv1d.weight", (sizes.convolved, 1, sizes.window))
+        weight = self.taps(op)
         convolved = op.Swish(convolve(recurrences, layer, mixed, weight, sizes.window, self.rows))
         parts = op.constant(np.array([sizes.keys, sizes.keys, sizes.values]))
         q, k, v = op.outputs(3, "Split", floats(op, convolved), parts, axis=-1)
@@ -93,7 +93,7 @@ class DeltaRule:
             k,
             v,
             g,
-            op.Sigmoid(floats(op, b)),
+            self.beta(op, floats(op, b)),
             matrix,
             state.tree_mask,
             recurrences.parents,
@@ -103,6 +103,15 @@ class DeltaRule:
         )
         return op.cast(y, op.dtype) if op.dtype != _FLOAT else y
 
+    def taps(self, op: Op) -> ir.Value:
+        """Weight of the convolution [2 J dk + H dv, 1, window]."""
+        sizes = self.sizes
+        return self._parameter(op, "conv1d.weight", (sizes.convolved, 1, sizes.window))
+
+    def beta(self, op: Op, b: ir.Value) -> ir.Value:
+        """Shares of the memory that new values replace [1, S, H], from float32 b [1, S, H]."""
+        return op.Sigmoid(b)
+
     def _log_decay(self, op: Op, a: ir.Value) -> ir.Value:
         shape = (self.sizes.value_heads,)
         rate = op.Neg(op.Exp(floats(op, self._parameter(op, "A_log", shape))))
@@ -110,9 +119,14 @@ class DeltaRule:
         return op.Mul(rate, op.Softplus(op.Add(a, bias)))
 
     def _parameter(self, op: Op, name: str, shape: tuple[int, ...]) -> ir.Value:
-        value = op.cast(op.parameter(self.weights.take(name, shape, op.dtype)), op.dtype)
-        value.shape, value.type = ir.Shape(shape), ir.TensorType(op.dtype)
-        return value
+        return typed(op, self.weights.take(name, shape, op.dtype))
+
+
+def typed(op: Op, stored: StoredTensor) -> ir.Value:
+    """A parameter in the type of activations, with its shape."""
+    value = op.cast(op.parameter(stored), op.dtype)
+    value.shape, value.type = ir.Shape(stored.shape), ir.TensorType(op.dtype)
+    return value
 
 
 def _unit(op: Op, x: ir.Value, head_dim: int) -> ir.Value:

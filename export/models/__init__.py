@@ -15,7 +15,6 @@ from edgellm.core.errors import UnsupportedModelError
 
 # Architectures that are like a supported one, except for the named difference.
 _RELATIVES = {
-    "apertus": ("olmo2", "activation"),
     "cohere": ("cohere2", "norms of queries and keys"),
     "gemma": ("gemma2", "norms, which are only before"),
 }

@@ -27,7 +27,7 @@ from edgellm.export.config.layer_types import (
     window_of,
 )
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.config.rope import RULES, RopeTraits, proportional, read_ropes
+from edgellm.export.config.rope import PROPORTIONAL_ROPE, read_ropes
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState, Scores, merge_heads, split_heads
 from edgellm.export.layers.embedding import Embedding
@@ -76,7 +76,6 @@ _ROPES = {
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-_ROPE_TRAITS = RopeTraits(rules={**RULES, "proportional": proportional})
 OF_KV = ("k_proj", "v_proj", "k_norm", "v_norm")  # tensors that layers with shared KV ignore
 
 
@@ -138,7 +137,7 @@ class Config(gemma2.Config):
         if reader.optional("rope_parameters", dict) is None:
             reader.replace(rope_parameters=_ROPES)
         thetas = {kind: _ROPES[kind]["rope_theta"] for kind in _ROPES}
-        ropes = read_ropes(reader, thetas, sizes, self.max_position_embeddings, _ROPE_TRAITS)
+        ropes = read_ropes(reader, thetas, sizes, self.max_position_embeddings, PROPORTIONAL_ROPE)
         sources = _sources(types, reader.read("num_kv_shared_layers", int, 0))
         return tuple(
             AttentionKind(ropes[kind], window_of(kind, window), LayerKV(*heads[kind], source))

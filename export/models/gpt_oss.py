@@ -97,7 +97,7 @@ class Attention(llama.Attention):
         """Q [1, S, heads*D], k and v [1, S, kv_heads*D] -> [1, S, heads*D]."""
         heads = self.config.num_attention_heads
         sinks = op.parameter(self.weights.take("sinks", (heads,), op.dtype))
-        scores = Scores(sinks=op.cast(sinks, op.dtype))
+        scores = Scores(scale=self.config.attention_scale, sinks=op.cast(sinks, op.dtype))
         return state.attend(layer, q, k, v, heads, scores=scores)
 
 

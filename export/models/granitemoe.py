@@ -48,9 +48,12 @@ def stack_of(mlp: Weights, hidden: int, routing: Routing) -> Stack:
     count, sizes, apart = routing.experts, (hidden, routing.size), mlp / "experts"
     if is_stacked(apart) or (apart / "0.gate_proj").info("weight") is not None:
         return experts_of(apart, count, sizes)
+    gate_up, down = (mlp / "input_linear", "weight"), (mlp / "output_linear", "weight")
+    if apart.info("gate_up_proj") is not None:
+        gate_up, down = (apart, "gate_up_proj"), (apart, "down_proj")
     return JoinedExperts(
-        gate_up=(mlp / "input_linear", "weight"),
-        down=(mlp / "output_linear", "weight"),
+        gate_up=gate_up,
+        down=down,
         experts=count,
         sizes=sizes,
     )

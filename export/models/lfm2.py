@@ -12,7 +12,7 @@ from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.layer_types import CONV, FULL, AttentionKind, check_length
+from edgellm.export.config.layer_types import CONV, FULL, AttentionKind, read_layer_types
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import RopeTraits, read_rope
 from edgellm.export.layers.attention import PassState
@@ -77,7 +77,7 @@ class Config(DecoderConfig):
             rope=None,
             epsilon_key="norm_eps",
             is_recurrent=True,
-            conv_size=_conv_size(reader),
+            conv_size=read_conv_size(reader),
             conv_bias=reader.read("conv_bias", bool, False),
             **traits,
         )
@@ -89,7 +89,8 @@ class Config(DecoderConfig):
         return config.attending(tuple(attends if kind == FULL else None for kind in types))
 
 
-def _conv_size(reader: ConfigReader) -> int:
+def read_conv_size(reader: ConfigReader) -> int:
+    """Kernel size of the convolutions, at least 2."""
     size = reader.positive("conv_L_cache", 3)
     if size < 2:
         raise UnsupportedModelError(f"config.json: conv_L_cache = {size}: nothing to convolve")
@@ -107,20 +108,10 @@ def _inner_size(reader: ConfigReader) -> int:
     return -(-int(multiplier * int(2 * size / 3)) // step) * step
 
 
-def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
+def _layer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     attending = reader.read("full_attn_idxs", list, [*range(layers)])
-    types = reader.read(
-        "layer_types", list, [FULL if at in attending else CONV for at in range(layers)]
-    )
-    if unknown := [kind for kind in types if kind not in (FULL, CONV)]:
-        raise UnsupportedModelError(
-            f"config.json: layer_types names {unknown[0]!r}, which is not supported",
-            hint=f"supported: {FULL}, {CONV}",
-        )
-    check_length(reader, "layer_types", types)
-    if FULL not in types:
-        raise UnsupportedModelError("config.json: no layer attends, which is not supported")
-    return types
+    usual = [FULL if at in attending else CONV for at in range(layers)]
+    return read_layer_types(reader, usual, (FULL, CONV))
 
 
 class Attention(qwen3.Attention):
@@ -161,11 +152,13 @@ class ShortConvolution:
 class DecoderLayer:
     """Pre-norm block of attention or convolution."""
 
+    attention: type[llama.Attention] = Attention
+
     def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
         self.operator_norm = RMSNorm(weights / "operator_norm", hidden, epsilon)
         self.mixer = (
-            Attention(config, weights / "self_attn")
+            self.attention(config, weights / "self_attn")
             if config.kinds[index] is not None
             else ShortConvolution(config, weights / "conv")
         )

@@ -67,7 +67,8 @@ class Attention:
         """X [1, S, input size] -> [1, S, H]."""
         q, k, v = self.q_proj(op, x), self.k_proj(op, x), self.v_proj(op, x)
         q, k = self.normalize(op, q, k)
-        return self.o_proj(op, self.attend(op, state, layer, q, k, v))
+        y = self.attend(op, state, layer, q, k, v)
+        return self.o_proj(op, self.gate(op, x, y))
 
     def attend(
         self, op: Op, state: PassState, layer: int, q: ir.Value, k: ir.Value, v: ir.Value
@@ -83,6 +84,11 @@ class Attention:
         del op
         return q, k
 
+    def gate(self, op: Op, x: ir.Value, y: ir.Value) -> ir.Value:
+        """Hook for gates by the input x [1, S, H] on the heads' outputs y [1, S, heads*D]."""
+        del op, x
+        return y
+
 
 class DecoderLayer:
     """Pre-norm transformer block."""
@@ -90,14 +96,14 @@ class DecoderLayer:
     attention: type[Attention] = Attention
     norm: type[RMSNorm | LayerNorm] = RMSNorm
     attention_name, mlp_name = "self_attn", "mlp"
+    norm_names = "input_layernorm", "post_attention_layernorm"
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
-        hidden, epsilon = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = self.norm(weights / "input_layernorm", hidden, epsilon)
-        self.self_attn = self.attention(config, weights / self.attention_name)
-        self.post_attention_layernorm = self.norm(
-            weights / "post_attention_layernorm", hidden, epsilon
+        self.input_layernorm, self.post_attention_layernorm = (
+            self.norm(weights / name, config.hidden_size, config.rms_norm_eps)
+            for name in self.norm_names
         )
+        self.self_attn = self.attention(config, weights / self.attention_name)
         self.mlp = self.feed_forward(config, weights / self.mlp_name)
 
     def feed_forward(self, config: DecoderConfig, weights: Weights) -> MLP:

@@ -7,11 +7,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.graph_io import ROWS
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.layer_types import FULL, LINEAR, AttentionKind, check_length
+from edgellm.export.config.layer_types import FULL, LINEAR, AttentionKind, read_layer_types
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, RopeTraits, read_parameters, rope_of
 from edgellm.export.layers.attention import PassState, merge_heads, split_heads
@@ -82,19 +81,10 @@ def _read_rope(reader: ConfigReader, config: DecoderConfig) -> Rope:
     return rope_of(reader, parameters, config.head_dim, config.max_position_embeddings, traits)
 
 
-def _layer_types(reader: ConfigReader, layers: int) -> list[str]:
+def _layer_types(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     interval = reader.positive("full_attention_interval", 4)
     usual = [FULL if (at + 1) % interval == 0 else LINEAR for at in range(layers)]
-    types = reader.read("layer_types", list, usual)
-    if unknown := [kind for kind in types if kind not in (FULL, LINEAR)]:
-        raise UnsupportedModelError(
-            f"config.json: layer_types names {unknown[0]!r}, which is not supported",
-            hint=f"supported: {FULL}, {LINEAR}",
-        )
-    check_length(reader, "layer_types", types)
-    if FULL not in types:
-        raise UnsupportedModelError("config.json: no layer attends, which is not supported")
-    return types
+    return read_layer_types(reader, usual, (FULL, LINEAR))
 
 
 class Attention(qwen3.Attention):

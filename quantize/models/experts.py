@@ -19,7 +19,7 @@ from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.schemes import Recipe
 from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.expert_rounding import Products, round_weight
-from edgellm.quantize.models.families import Experts
+from edgellm.quantize.models.families import Experts, Family
 
 FEW = 32  # tokens; an expert with fewer is calibrated with all tokens
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -174,17 +174,26 @@ def round_experts(
     return found
 
 
-def read_canonical(tensors: Mapping[str, Tensor], experts: Experts | None) -> dict[str, Tensor]:
+def read_canonical(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Return a layer's tensors by transformers' names, each expert's as `experts.3.up_proj`."""
-    if experts is None:
-        return dict(tensors)
     found: dict[str, Tensor] = {}
+    for name, parts in family.joined.items():
+        if tensors.keys() >= {*parts}:
+            found[name] = _joined([tensors[part] for part in parts])
     for name, tensor in tensors.items():
-        if name in experts.joined:
+        experts = family.experts
+        if experts is not None and name in experts.joined:
             found |= dict(_split(f"{experts.block}.experts", tensor, experts.joined.index(name)))
         else:
-            found[experts.canonical(name)] = tensor
+            found.setdefault(family.canonical(name), tensor)
     return found
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Return tensors of one type, one after the other along the first axis."""
+    first, rows = tensors[0].info, sum(each.info.shape[0] for each in tensors)
+    info = TensorInfo(first.dtype, (rows, *first.shape[1:]))
+    return Tensor(info, b"".join(bytes(each.data) for each in tensors))
 
 
 def _split(prefix: str, tensor: Tensor, which: int) -> Iterator[tuple[str, Tensor]]:

@@ -15,12 +15,19 @@ import torch
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.models import cohere2, falcon_h1, gemma2, granite
+from edgellm.export.models import cohere2, falcon_h1, gemma2, granite, olmo_hybrid
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
 # Config keys with an entry for each layer
-_OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
+_OF_LAYERS = (
+    "layer_types",
+    "layers_block_type",
+    "no_rope_layers",
+    "layer_rope_theta",
+    "mlp_layer_types",
+    "num_attention_heads_per_layer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +35,17 @@ class Experts:
     """Names of the experts in a family's layers, and in its checkpoints."""
 
     block: str = "mlp"  # module of transformers' layer
-    # Name prefixes, and parts of experts, of checkpoints by those of transformers
-    stored: Mapping[str, str] = field(default_factory=dict)
+    # Parts of experts in checkpoints by those of transformers
     parts: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[str, ...] = ()  # fused tensors of all experts: gate and up, down
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor, with unfused experts."""
-        for ours, theirs in self.stored.items():
-            if name.startswith(theirs):
-                name = ours + name.removeprefix(theirs)
-                break
         return self._renamed(name, {theirs: ours for ours, theirs in self.parts.items()})
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of a tensor."""
-        name = self._renamed(name, self.parts)
-        for ours, theirs in self.stored.items():
-            if name.startswith(ours):
-                return theirs + name.removeprefix(ours)
-        return name
+        return self._renamed(name, self.parts)
 
     def is_float(self, name: str) -> bool:
         """Return whether a matrix stays float: routers, and gates of shared experts."""
@@ -72,6 +70,8 @@ class Family:
     attention: str = "sdpa"  # implementation of transformers that supports all its features
     # Config values with which a one-layer model does not scale the layer's input
     neutral: Mapping[str, Any] = field(default_factory=dict)
+    # Name prefixes of checkpoints by those of transformers
+    stored: Mapping[str, str] = field(default_factory=dict)
     experts: Experts | None = None
     norm: str = "norm"  # final norm
     embedding: str = "embed_tokens"
@@ -79,6 +79,8 @@ class Family:
     # Norms before the token mixer and, if separate, before the MLP
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     floats: tuple[str, ...] = ()  # float matrices: decay of states
+    # Tensors of checkpoints that are joined along the first axis, by transformers' name
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scales_values: bool = True  # whether v_proj may be scaled: no norm follows it
 
     def attention_of(self, names: Iterable[str]) -> str:
@@ -88,11 +90,14 @@ class Family:
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor."""
+        name = _moved(name, {theirs: ours for ours, theirs in self.stored.items()})
+        name = next((ours for ours, parts in self.joined.items() if name in parts), name)
         return name if self.experts is None else self.experts.canonical(name)
 
     def stored_name(self, name: str) -> str:
         """Return the checkpoint's name of a layer's tensor."""
-        return name if self.experts is None else self.experts.stored_name(name)
+        name = name if self.experts is None else self.experts.stored_name(name)
+        return _moved(name, self.stored)
 
     def is_float(self, name: str) -> bool:
         """Return whether a matrix of a layer stays float; `name` is transformers'."""
@@ -111,15 +116,22 @@ class Family:
         return (shape[1], shape[2]) if is_joined else None
 
 
+def _moved(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name whose prefix, if it is one of these, is replaced."""
+    found = next((each for each in prefixes if name.startswith(each)), "")
+    return prefixes.get(found, "") + name.removeprefix(found)
+
+
 _BEFORE = Family(readers={"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
 _MIXED = replace(_BEFORE, experts=Experts())
 _POST_NORM = Family(readers={})  # norms only after attention and MLP
 _SANDWICH = Family(
     readers={"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
 )  # fmt: skip
+_UNSCALED = {"embedding_multiplier": 1.0}
+_GRANITE_ROUTER = {"block_sparse_moe.router.": "block_sparse_moe.router.layer."}
 _GRANITE_EXPERTS = Experts(
     block="block_sparse_moe",
-    stored={"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
 # JSON has no infinity; only transformers' file reader parses its form.
@@ -136,13 +148,26 @@ _DELTA = Family(
     floats=tuple(f"linear_attn.in_proj_{name}" for name in ("a", "b", "ba")),
 )
 FAMILIES = {
+    "apertus": Family(
+        readers={"attention_layernorm": _QKV, "feedforward_layernorm": ("mlp.up_proj",)},
+        norms=("attention_layernorm", "feedforward_layernorm"),
+    ),
     "arcee": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}
+    ),
+    "bamba": Family(
+        readers={
+            "input_layernorm": _QKV,
+            "pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        },
+        neutral=_UNBOUNDED,
+        norm="final_layernorm",
+        norms=("input_layernorm", "pre_ff_layernorm"),
     ),
     "cohere2": Family(readers={"input_layernorm": _QKV + _GATED}),
     "ernie4_5": _BEFORE,
     "ernie4_5_moe": replace(
-        _BEFORE, experts=Experts(stored={"mlp.gate.moe_statics.": "mlp.moe_statics."})
+        _BEFORE, stored={"mlp.gate.moe_statics.": "mlp.moe_statics."}, experts=Experts()
     ),
     "exaone4": _POST_NORM,
     "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa lacks soft-capping
@@ -156,29 +181,54 @@ FAMILIES = {
     "glm4": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}
     ),
-    "granite": replace(_BEFORE, neutral={"embedding_multiplier": 1.0}),
+    "granite": replace(_BEFORE, neutral=_UNSCALED),
     "granitemoe": Family(
         readers={"input_layernorm": _QKV},
-        neutral={"embedding_multiplier": 1.0},
+        neutral=_UNSCALED,
+        stored=_GRANITE_ROUTER,
         experts=_GRANITE_EXPERTS,
+    ),
+    "granitemoe_swa": Family(
+        readers={"input_layernorm": _QKV},
+        neutral=_UNSCALED,
+        attention="eager",
+        experts=Experts(
+            block="block_sparse_moe",
+            joined=tuple(f"block_sparse_moe.experts.{part}_proj" for part in ("gate_up", "down")),
+        ),
     ),
     "granitemoehybrid": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("shared_mlp.input_linear",)},
-        neutral={"embedding_multiplier": 1.0, **_UNBOUNDED},
+        neutral={**_UNSCALED, **_UNBOUNDED},
     ),
+    "granite_swa": replace(_BEFORE, neutral=_UNSCALED, attention="eager"),  # sdpa lacks sinks
     "falcon_h1": Family(
         readers={"pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj")},
         neutral=_UNBOUNDED,
         norm="final_layernorm",
         norms=("input_layernorm", "pre_ff_layernorm"),
     ),
+    "internlm3": _BEFORE,
     "hunyuan_v1_dense": _BEFORE,
+    "laguna": replace(
+        _MIXED,
+        readers={**_MIXED.readers, "input_layernorm": (*_QKV, "self_attn.g_proj")},
+        stored={
+            "mlp.gate.e_score_correction_bias": "mlp.experts.e_score_correction_bias",
+            "mlp.shared_experts.": "mlp.shared_expert.",
+        },
+    ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,
         experts=Experts(
             block="feed_forward", parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         ),
+    ),
+    "lfm3": replace(
+        _LFM2,
+        readers={**_LFM2.readers, "operator_norm": (*_QKV, "self_attn.g_proj")},
+        stored={"self_attn.g_proj.": "self_attn.gate_proj."},
     ),
     "llama": _BEFORE,
     "minicpm3": Family(
@@ -194,10 +244,8 @@ FAMILIES = {
     "mistral": _BEFORE,
     "mixtral": replace(
         _BEFORE,
-        experts=Experts(
-            stored={"mlp.": "block_sparse_moe."},
-            parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-        ),
+        stored={"mlp.": "block_sparse_moe."},
+        experts=Experts(parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     ),
     "nemotron_h": Family(
         readers={"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
@@ -211,6 +259,16 @@ FAMILIES = {
     ),
     "olmo2": _POST_NORM,
     "olmo3": _POST_NORM,
+    "olmo_hybrid": Family(
+        readers={},  # norms precede the networks of some layers only
+        floats=("linear_attn.a_proj", "linear_attn.b_proj"),
+        stored={f"{name}.": f"{published}." for name, published in olmo_hybrid.PUBLISHED.items()},
+        joined={
+            "linear_attn.conv1d.weight": tuple(
+                f"linear_attn.{name}" for name in olmo_hybrid.CONVOLUTIONS
+            )
+        },
+    ),
     "olmoe": _MIXED,
     "phi3": Family(
         readers={
@@ -241,7 +299,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if config["model_type"] == "granitemoehybrid" and config.get("num_local_experts", 8):
         # Routers read the second norm too.
         readers = {"input_layernorm": family.readers["input_layernorm"]}
-        return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
+        return replace(family, readers=readers, stored=_GRANITE_ROUTER, experts=_GRANITE_EXPERTS)
     if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
         return replace(family, experts=None)
     return family
@@ -269,6 +327,8 @@ def keep_layers(config: Any, layers: range) -> None:
     for key in _OF_LAYERS:
         if values := vars(config).get(key):
             setattr(config, key, [values[index] for index in layers])
+    if (attending := getattr(config, "attn_layer_indices", None)) is not None:
+        config.attn_layer_indices = [at for at, each in enumerate(layers) if each in attending]
     _keep_shared_kv(config, layers)
     _keep_experts(config, layers)
     if depth := getattr(config, "scale_depth", None):  # divided by the root of the number of layers

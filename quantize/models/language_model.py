@@ -250,7 +250,7 @@ class LanguageModel:
         found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
         if self.carried is not None and self.carried.is_shared(index):
             found = {name: each for name, each in found.items() if not name.startswith(OF_SHARED)}
-        return read_canonical(found, self.family.experts)
+        return read_canonical(found, self.family)
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device

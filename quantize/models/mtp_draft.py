@@ -87,7 +87,7 @@ class MtpDraft(Draft):
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
         """See `QuantizedNetwork`."""
-        return read_canonical(read_below(self.tensors, self.layers[index]), self.family.experts)
+        return read_canonical(read_below(self.tensors, self.layers[index]), self.family)
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device

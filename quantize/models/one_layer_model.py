@@ -225,6 +225,9 @@ def _set_buffers(model: PreTrainedModel, config: Any, device: torch.device) -> N
         rotary = getattr(model.model, name, None)
         if isinstance(rotary, nn.Module):
             setattr(model.model, name, type(rotary)(config=config).to(device))
+    own: Any = getattr(model.model, "rotary_embs", [])  # one for each base
+    for index, rotary in enumerate(own):
+        own[index] = type(rotary)(config=rotary.config).to(device)
     for layer in model.model.layers:
         if (mamba := getattr(layer, "mamba", None)) is not None and hasattr(mamba, "mup_vector"):
             theirs: Any = sys.modules[type(mamba).__module__]

@@ -85,7 +85,7 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
     kept = [
         name
         for name in sorted(plan.subject.checkpoint.tensors.infos())
-        if name not in new and not name.endswith("inv_freq")
+        if not {name, _written_name(plan, name)} & new and not name.endswith("inv_freq")
     ]
     stored = plan.subject.stored_name
     places = {stored(name): name for name in (*kept, *(n for names in named for n in names))}
@@ -107,6 +107,13 @@ def _write_tensors(plan: Plan, folder: Path) -> None:
         places |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": size}, "weight_map": places}
     _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _written_name(plan: Plan, name: str) -> str:
+    """Return the name that a tensor of the checkpoint has if its layer is quantized."""
+    family = plan.subject.family
+    layer = next((each for each in plan.subject.layers if name.startswith(each)), "")
+    return layer + family.stored_name(family.canonical(name.removeprefix(layer)))
 
 
 def _described(plan: Plan) -> dict[str, Any]:

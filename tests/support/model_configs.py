@@ -96,6 +96,17 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "full_attn_idxs": st.none() | st.lists(st.integers(0, 3), max_size=2),
     "full_attention_interval": st.sampled_from([1, 2, 3]),
     "no_rope_layer_interval": st.sampled_from([1, 2, 4]),
+    "layer_rope_theta": st.none() | st.lists(
+        st.sampled_from([0, 1e4, 500]), min_size=2, max_size=4
+    ),
+    "num_attention_heads_per_layer": st.none() | st.lists(
+        st.sampled_from([2, 4]), min_size=2, max_size=4
+    ),
+    "mlp_layer_types": st.none() | st.lists(
+        st.sampled_from(["dense", "sparse"]), min_size=2, max_size=4
+    ),
+    "gating": st.sampled_from([True, "per-head", "per-element"]),
+    "attn_layer_indices": st.none() | st.lists(st.integers(0, 3), max_size=2),
     "mlp_only_layers": st.none() | st.lists(st.integers(0, 4), max_size=2),
     "decoder_sparse_step": st.sampled_from([1, 2, 3, 0]),
     "moe_num_shared_experts": st.sampled_from([0, 1, 2]),
@@ -123,6 +134,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
                     st.sampled_from([None, 2.0, 30, 0.0])),
 }  # fmt: skip
 _OF_LAYERS = ("layer_types", "layers_block_type")
+_BY_LAYER = (*_OF_LAYERS, "layer_rope_theta", "mlp_layer_types", "num_attention_heads_per_layer")
 # Of all classes: of training, of storage, of other tasks.
 _OTHERS = frozenset(
     ["transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype",
@@ -218,7 +230,7 @@ def _merged(
     merged = {**copy.deepcopy(kept), **sizes, **changes, **rope}
     if absent not in (None, "model_type"):
         merged.pop(absent, None)
-    for key in _OF_LAYERS:
+    for key in _BY_LAYER:
         if isinstance(kinds := merged.get(key), list):
             merged[key] = (kinds * 2)[: merged["num_hidden_layers"]]
     for rope in (merged.get("rope_parameters"), merged.get("rope_scaling")):

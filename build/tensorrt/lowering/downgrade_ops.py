@@ -19,7 +19,7 @@ from edgellm.core.errors import EdgeLLMError
 
 ROWS = "rows"  # the symbol of those that a pass computes
 Known = Mapping[str, Rule]
-Types = dict[str, tuple[ir.DataType | None, int | None]]
+Types = dict[str, tuple[ir.DataType | None, ir.Shape | None]]
 
 
 def adapt(model: ir.Model, version: Version) -> None:
@@ -76,7 +76,7 @@ def _softcap(node: ir.Node) -> float:
 
 
 def _types(model: ir.Model) -> Types:
-    """Type and rank of every value, by name."""
+    """Type and shape of every value, by name."""
     found = {}
     graph = infer_types(model).graph
     for value in (
@@ -84,7 +84,7 @@ def _types(model: ir.Model) -> Types:
         *graph.initializers.values(),
         *(o for n in graph for o in n.outputs),
     ):
-        found[str(value.name)] = value.dtype, None if value.shape is None else value.shape.rank()
+        found[str(value.name)] = value.dtype, value.shape
     return found
 
 
@@ -100,11 +100,14 @@ class _Editor:
         assert dtype is not None
         return dtype
 
-    def rank(self, value: ir.Value | None) -> int:
+    def shape(self, value: ir.Value | None) -> ir.Shape:
         assert value is not None
-        rank = self._types[str(value.name)][1]
-        assert rank is not None
-        return rank
+        shape = self._types[str(value.name)][1]
+        assert shape is not None
+        return shape
+
+    def rank(self, value: ir.Value | None) -> int:
+        return self.shape(value).rank()
 
     def __call__(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         """The output of a new node."""
@@ -327,8 +330,8 @@ def _by_primitives(
         bound = op.number(softcap, q)
         scores = op("Mul", op("Tanh", op("Div", scores, bound)), bound)
     if mask is not None:
-        if op.rank(mask) == 4:  # [B, heads or 1, S, C]; edgellm's graphs have 1
-            mask = op("Unsqueeze", mask, op.constant(np.array([2])))
+        if op.rank(mask) == 4:
+            mask = _grouped_mask(op, mask, heads)
         scores = op("Add", scores, mask)
     if kind != ir.DataType.FLOAT:
         scores = op("Cast", scores, to=int(ir.DataType.FLOAT))
@@ -336,6 +339,17 @@ def _by_primitives(
     if kind != ir.DataType.FLOAT:
         weights = op("Cast", weights, to=int(kind))
     return op("Transpose", op("MatMul", weights, values), perm=[0, 3, 1, 2, 4])
+
+
+def _grouped_mask(op: _Editor, mask: ir.Value, heads: tuple[int, int]) -> ir.Value:
+    """Return [B, heads, S, C] as [B, kv_heads, group, S, C]; [B, 1, S, C] as [B, 1, 1, S, C]."""
+    group = op.constant(np.array([2]))
+    if op.shape(mask)[1] == 1:
+        return op("Unsqueeze", mask, group)
+    count, kv_heads = heads  # with sinks, whose scores differ by head
+    every = op("Expand", mask, op.constant(np.array([1, count, 1, 1])))
+    shape = np.array([0, kv_heads, count // kv_heads, 0, -1])
+    return op("Reshape", op("Unsqueeze", every, group), op.constant(shape))
 
 
 Form = Callable[[_Editor, ir.Node, Known], ir.Value | None]

@@ -50,7 +50,6 @@ from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
 from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.layers.attention import PassState, Scores
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
@@ -80,27 +79,12 @@ def lowered(bundle: Path, folder: Path, codes: str = "fp16", answers: int = 1) -
 
 
 # -------------------------------------------------------------- numbers, versions
-def add_sinks(monkeypatch) -> None:
-    """For all exported attentions: TensorRT supports none of the networks with sinks."""
-    attend = PassState.attend
-
-    def with_sinks(state: PassState, *arguments, **options):
-        sinks = state.op.constant(np.linspace(-1, 3, arguments[-1]).astype(np.float16))
-        scores = dataclasses.replace(options.pop("scores", Scores()), sinks=sinks)
-        return attend(state, *arguments, **options, scores=scores)
-
-    monkeypatch.setattr(PassState, "attend", with_sinks)
-
-
 @pytest.mark.parametrize(
     ("model_type", "size"),
-    [("glm4", 96), ("gemma3_text", 48), ("gemma2", 256), ("smollm3", 128), ("sinks", 80)],
+    [("glm4", 96), ("gemma3_text", 48), ("gemma2", 256), ("smollm3", 128), ("granite_swa", 80)],
 )
-def test_architectures_equal_the_portable_graph(tmp_path, monkeypatch, model_type, size):
+def test_architectures_equal_the_portable_graph(tmp_path, model_type, size):
     """Partial and interleaved RoPE, windows, caps, scales, sinks, layers without RoPE."""
-    if model_type == "sinks":
-        add_sinks(monkeypatch)
-        model_type = "llama"
     bundle = make_bundle(tmp_path, model_type, head_dim=size)
     model, spec = lowered(bundle, tmp_path), load_bundle(bundle, LLM_BUNDLE).decoder
     for version in CHECKED[1:]:

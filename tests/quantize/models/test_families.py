@@ -33,7 +33,7 @@ from edgellm.quantize.formats.tensors import Tensor, read_below
 from edgellm.quantize.job import Job
 from edgellm.quantize.metrics import questions
 from edgellm.quantize.metrics.divergence import Quality
-from edgellm.quantize.models.families import FAMILIES
+from edgellm.quantize.models.families import FAMILIES, Family
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
 
@@ -196,20 +196,29 @@ def _perplexity(model: Any, rows: np.ndarray) -> float:
 
 def _quantize(model: Any, checkpoint: Checkpoint, rounds_input: bool) -> None:
     """Load dequantized weights into a model, and quantize the inputs of its layers."""
-    tensors = _tensors(checkpoint)
+    tensors, family = _tensors(checkpoint), FAMILIES[checkpoint.config["model_type"]]
     for name, module in model.model.named_modules():
+        place = f"model.{_stored(name, family)}"
         if hasattr(module, "down_proj") and name.endswith(".experts"):
             _quantize_experts(module, name, checkpoint, rounds_input)
-        elif isinstance(module, torch.nn.Linear) and f"model.{name}.weight_scale" in tensors:
+        elif isinstance(module, torch.nn.Linear) and f"{place}.weight_scale" in tensors:
             shape = module.out_features, module.in_features
-            linear = decode_linear(tensors, f"model.{name}", shape, rounds_input)
+            linear = decode_linear(tensors, place, shape, rounds_input)
             module.weight.copy_(torch.from_numpy(linear.weight))
             if module.bias is not None:
-                module.bias.copy_(torch.from_numpy(tensors[f"model.{name}.bias"].floats()))
+                module.bias.copy_(torch.from_numpy(tensors[f"{place}.bias"].floats()))
             module.register_forward_pre_hook(lambda _, x, linear=linear: (_rounded(linear, x[0]),))
         elif "norm" in name:
             for part, values in module.named_parameters(recurse=False):
-                values.copy_(torch.from_numpy(tensors[f"model.{name}.{part}"].floats()))
+                values.copy_(torch.from_numpy(tensors[f"{place}.{part}"].floats()))
+
+
+def _stored(name: str, family: Family) -> str:
+    """Return the checkpoint's name of a module."""
+    layers, *rest = name.split(".", 2)
+    if layers != "layers" or len(rest) < 2:
+        return name
+    return f"layers.{rest[0]}.{family.stored_name(f'{rest[1]}.')}".removesuffix(".")
 
 
 def _quantize_experts(module: Any, name: str, checkpoint: Checkpoint, has_inputs: bool) -> None:
