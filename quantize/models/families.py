@@ -27,11 +27,16 @@ _OF_LAYERS = ("layer_types", "layers_block_type", "no_rope_layers")
 class Experts:
     """Names of the experts in a family's layers, and in its checkpoints."""
 
-    block: str = "mlp"  # module of transformers' layer
+    block: str = "mlp"  # module of transformers' layer; "": the layer itself
     # Name prefixes, and parts of experts, of checkpoints by those of transformers
     stored: Mapping[str, str] = field(default_factory=dict)
     parts: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[str, ...] = ()  # fused tensors of all experts: gate and up, down
+
+    @property
+    def prefix(self) -> str:
+        """The name of the module that holds the experts."""
+        return f"{self.block}.experts".removeprefix(".")
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor, with unfused experts."""
@@ -51,8 +56,8 @@ class Experts:
 
     def is_float(self, name: str) -> bool:
         """Return whether a matrix stays float: routers, and gates of shared experts."""
-        own = name.removeprefix(f"{self.block}.")
-        return own != name and own.startswith(_ROUTERS)
+        block = self.prefix.removesuffix("experts")
+        return name.startswith(block) and name.removeprefix(block).startswith(_ROUTERS)
 
     def _renamed(self, name: str, parts: Mapping[str, str]) -> str:
         if not parts or ".experts." not in name:
@@ -122,6 +127,7 @@ _GRANITE_EXPERTS = Experts(
     stored={"block_sparse_moe.router.": "block_sparse_moe.router.layer."},
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
+_GEMMA_EXPERTS = Experts(block="", joined=("experts.gate_up_proj", "experts.down_proj"))
 # JSON has no infinity; only transformers' file reader parses its form.
 _UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
 _LFM2 = Family(
@@ -242,6 +248,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         # Routers read the second norm too.
         readers = {"input_layernorm": family.readers["input_layernorm"]}
         return replace(family, readers=readers, experts=_GRANITE_EXPERTS)
+    if config["model_type"] == "gemma4_text" and config.get("enable_moe_block"):
+        return replace(family, experts=_GEMMA_EXPERTS)
     if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
         return replace(family, experts=None)
     return family
