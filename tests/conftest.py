@@ -248,6 +248,7 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "ernie": lambda folder: eagle_engines.build_mtp(folder, mtp_reference.make_ernie),
         "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
+        "assistant": eagle_engines.build_assistant,
     }
 
     def get(name: str) -> EaglePair:

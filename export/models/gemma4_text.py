@@ -258,15 +258,21 @@ class Attention:
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""
         scores = Scores(scale=self.config.attention_scale)
-        q = self.q_proj(op, x)
+        q = self.queries(op, x)
         if self.is_shared:
-            q = self._by_head(op, self.q_norm, q)
             return self.o_proj(op, state.attend_shared(layer, q, self.num_heads, scores=scores))
+        k, v = self.keys_and_values(op, x)
+        return self.o_proj(op, state.attend(layer, q, k, v, self.num_heads, scores=scores))
+
+    def queries(self, op: Op, x: ir.Value) -> ir.Value:
+        """X [1, S, H] -> [1, S, heads*D], without RoPE."""
+        return self._by_head(op, self.q_norm, self.q_proj(op, x))
+
+    def keys_and_values(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, S, H] -> both [1, S, kv_heads*D], without RoPE."""
         k = self.k_proj(op, x)
         v = k if self.v_proj is None else self.v_proj(op, x)
-        q, k = self._by_head(op, self.q_norm, q), self._by_head(op, self.k_norm, k)
-        v = self._by_head(op, self.v_norm, v)
-        return self.o_proj(op, state.attend(layer, q, k, v, self.num_heads, scores=scores))
+        return self._by_head(op, self.k_norm, k), self._by_head(op, self.v_norm, v)
 
     def _by_head(self, op: Op, norm: RMSNorm | UnweightedRMSNorm, x: ir.Value) -> ir.Value:
         """X [1, S, heads*D], normalized over D."""
@@ -316,11 +322,13 @@ class DecoderLayer:
     Experts, if any, are added to the MLP before the norm that follows it.
     """
 
+    attention: type[Attention] = Attention
+
     def __init__(self, config: Config, weights: Weights, layer: int) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
         self.weights, self.per_layer_size = weights, config.per_layer_size
         self.activation = config.activation
-        self.self_attn = Attention(config, weights / "self_attn", layer)
+        self.self_attn = self.attention(config, weights / "self_attn", layer)
         is_wide = config.has_double_wide_mlp and self.self_attn.is_shared
         self.mlp = GatedMLP(
             weights=weights / "mlp",
