@@ -122,6 +122,8 @@ CHAT_TEMPLATE = (
     "{{ message['role'] }} : {{ message['content'] }} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
+# The last four are those of a mixture of experts next to an MLP.
+NORMS = ("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "system", "user", "assistant", "tool"]
 
 
@@ -151,7 +153,7 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(hf_config)
     with torch.no_grad():
         for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("norm.weight"):
+            if name.endswith(NORMS):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.2)
@@ -246,6 +248,7 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "ernie": lambda folder: eagle_engines.build_mtp(folder, mtp_reference.make_ernie),
         "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
+        "assistant": eagle_engines.build_assistant,
     }
 
     def get(name: str) -> EaglePair:

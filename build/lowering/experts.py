@@ -37,7 +37,7 @@ from edgellm.core.onnx_functions import (
     SHIFTED_LINEAR,
 )
 
-_OF_ALL = ("alpha", "limit", "offset", "top_k")
+_OF_ALL = ("alpha", "limit", "offset", "cubic", "top_k")
 _ATTRIBUTES = (*_OF_ALL, "block_size", "down_block_size")
 _UNLIMITED = 65504.0  # stands for infinity in a float16 portable graph
 _KINDS = {EXPERTS: "dense", FP4_EXPERTS: "fp4", NVFP4_EXPERTS: "fp4"}
@@ -107,6 +107,7 @@ class ExpertLayer:
     alpha: float
     limit: float | None  # None: gates and ups are not clamped
     offset: float
+    cubic: float  # 0: the activation is Swish
 
     @property
     def is_gated(self) -> bool:
@@ -150,6 +151,7 @@ class ExpertLayer:
             alpha=alpha,
             limit=limit if limit < _UNLIMITED else None,
             offset=offset,
+            cubic=call.attributes.get_float("cubic", 0.0),
         )
 
     @property
@@ -208,7 +210,7 @@ def expand_rounded(graph: GraphEditor) -> None:
             codes, scales = call.inputs[at : at + 2]
             floats = graph.node("DequantizeLinear", [codes, scales], axis=1, block_size=block)
             weights.append(graph.node("Transpose", [floats], perm=[0, 2, 1]))
-        given = {each: call.attributes[each].value for each in _OF_ALL}
+        given = {each: call.attributes[each].value for each in _OF_ALL if each in call.attributes}
         y = graph.node(
             EXPERTS, [*call.inputs[:3], *weights, *call.inputs[-3:]], domain=FUNCTIONS, **given
         )

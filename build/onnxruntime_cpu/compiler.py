@@ -154,7 +154,10 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     for layer in range(spec.num_layers):
         _require_head_dim(spec.heads_of(layer)[1], is_own=is_own)
     if is_own:
-        spec = dataclasses.replace(spec, pages=page_spec(model.graph, plan, bundle.decoder))
+        pages = page_spec(model.graph, plan, bundle.decoder)
+        if role != DECODER:  # drafts are truncated to any length
+            pages = dataclasses.replace(pages, pass_rows=0)
+        spec = dataclasses.replace(spec, pages=pages)
     if role != DECODER:
         return dataclasses.replace(spec, dtype="float32")
     precision = variants_of(role, model, bundle, plan)[0].precision

@@ -40,7 +40,7 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.recurrent import lower_recurr
 from edgellm.build.onnxruntime_cpu.grouped_attention import lower_attention, narrow_cache
 from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
-from edgellm.core.onnx_functions import FUNCTIONS
+from edgellm.core.onnx_functions import FUNCTIONS, ROUTER
 from edgellm.device_runtime.kernels.library import DOMAIN
 
 _HALF_TYPES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -74,7 +74,10 @@ def lower(
     if cache is not None:
         bind_capacity(model.graph, capacity)
     own_recurrent = recurrences(model) if own_kernels else ()
-    inline(model, keep=(*READ_BY_LOWERINGS, *own_recurrent))
+    kept = (*READ_BY_LOWERINGS, *own_recurrent)
+    if not isinstance(kernel, OwnLinears):  # routers are plain products there
+        kept = tuple(name for name in kept if name != ROUTER)
+    inline(model, keep=kept)
     _lower_signature(model.graph)
     marks = Marks(graph) if takes_adapters else None
     lower_inputs(graph)

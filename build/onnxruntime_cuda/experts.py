@@ -40,7 +40,7 @@ def lower_experts(graph: GraphEditor, dtype: ir.DataType, bits: int = 0) -> None
     """Rewrite all routers and experts; activations are of type `dtype`, see `integer_form`.
 
     Raises:
-        UnsupportedModelError: experts without gates.
+        UnsupportedModelError: experts without gates, or with GELU.
     """
     for call in find_calls(graph.graph, ROUTER):
         graph.cursor = call
@@ -49,6 +49,11 @@ def lower_experts(graph: GraphEditor, dtype: ir.DataType, bits: int = 0) -> None
         if not layer.is_gated:
             raise UnsupportedModelError(
                 "mixtures of experts without gates are not computed on CUDA",
+                hint="build with --backend onnxruntime --device cpu",
+            )
+        if layer.cubic:
+            raise UnsupportedModelError(
+                "mixtures of experts with GELU are not computed on CUDA",
                 hint="build with --backend onnxruntime --device cpu",
             )
         graph.cursor = layer.call

@@ -20,8 +20,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.build.lowering.bind_rope import bind_frequencies
-from edgellm.build.lowering.experts import PARTS, ExpertLayer, all_weights
-from edgellm.build.lowering.function_calls import ROWS, is_call
+from edgellm.build.lowering.experts import ExpertLayer, all_weights
+from edgellm.build.lowering.function_calls import ROWS, find_calls, is_call
 from edgellm.build.lowering.linears.groups import Rounding
 from edgellm.build.lowering.linears.round_int4 import load_portable, round_to_int4
 from edgellm.build.lowering.linears.weights import linear_layers
@@ -35,6 +35,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import BLOCK
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.onnx_functions import ROUTER
 from edgellm.core.resources import available_memory_bytes
 from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.runners.runner import Runner
@@ -84,7 +85,7 @@ class Reference:
     layers: dict[str, str] = field(default_factory=dict)  # names of norms by outputs
     float_error: float = 0.0  # relative, of sums in another order
     seconds: float = 0.0
-    may_reroute: bool = False  # the engine's rounding may route rows to other experts
+    may_reroute: bool = False  # the engine's rounding may route rows to other experts or clusters
 
 
 def make_reference(
@@ -109,6 +110,7 @@ def make_reference(
     if not wanted:
         return Reference(source=source, passes=passes, why_not="--noCheck")
     portable = load_portable(source.path, None)
+    routes = bool(find_calls(portable.graph, ROUTER))
     need = _COPIES * 4 * _held_at_once(portable.graph)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
@@ -128,7 +130,6 @@ def make_reference(
         return Reference(source=source, passes=passes, why_not=str(error))
     exact, *rounded = map(as_floats, found)
     seconds = time.perf_counter() - start
-    may_reroute = bool(rounded) and any(name in PARTS for name, _ in layers)
     return Reference(
         source=source,
         passes=passes,
@@ -138,7 +139,7 @@ def make_reference(
         layers=shown,
         float_error=sums,
         seconds=seconds,
-        may_reroute=may_reroute,
+        may_reroute=bool(rounded) and routes,
     )
 
 

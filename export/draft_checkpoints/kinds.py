@@ -28,8 +28,12 @@ class Network(Protocol):
         """input_ids int64 [1, S] and hidden [1, S, D] -> [1, S, D]."""
         ...
 
-    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, D] -> logits [1, R, draft vocabulary], recycled hidden states [1, R, D]."""
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ...]:
+        """X [1, R, D] -> logits [1, R, N], recycled hidden states [1, R, D].
+
+        N is the draft's vocabulary. If rows have logits of different tokens, their ids follow,
+        int64 [1, R, N].
+        """
         ...
 
 

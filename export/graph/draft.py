@@ -31,6 +31,8 @@ from edgellm.export.graph.decoder_io import (
 from edgellm.export.onnx.builder import Op
 
 TARGET_IDS = "target_ids"  # computed from d2t, which has differences
+# The base's id of each logit: of all rows alike, or of each row [1, R, N]; None: they are equal.
+TargetIds = NDArray[np.int64] | ir.Value | None
 
 
 def build_fuse(config: DraftConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
@@ -76,12 +78,18 @@ def record(
     state = inputs.begin(op, decoder)
     x = model.forward(op, inputs.input_ids, hidden, state)
     with op.scope("head"):
-        logits, recycled = model.head(op, op.Gather(x, inputs.logits_index, axis=1))
-        candidates = candidate_outputs(op, logits, top_k, target_ids, HEAD_ROWS)
+        rows = op.Gather(x, inputs.logits_index, axis=1)
+        logits, recycled, *ids = model.head(op, rows)
+        names = ids[0] if ids else target_ids
+        candidates = candidate_outputs(op, logits, top_k, names, HEAD_ROWS)
     outputs = [
         *candidates,
         typed(recycled, dtype, [1, HEAD_ROWS, size], graph_io.RECYCLED_HIDDEN),
-        *(typed(value, dtype, cache_shape(decoder)) for value in state.present.values()),
+        *(
+            typed(state.present[graph_io.present_name(cache, part)], dtype, shape)
+            for cache, shape in enumerate(cache_shape(decoder, n) for n in decoder.attending_layers)
+            for part in ("key", "value")
+        ),
     ]
     own = [inputs.input_ids, hidden, inputs.position_ids, inputs.write_index, inputs.tree_mask,
            inputs.logits_index, top_k, *inputs.images]  # fmt: skip
@@ -89,7 +97,7 @@ def record(
 
 
 def candidate_outputs(
-    op: Op, logits: ir.Value, top_k: ir.Value, target_ids: NDArray[np.int64] | None, rows: int | str
+    op: Op, logits: ir.Value, top_k: ir.Value, target_ids: TargetIds, rows: int | str
 ) -> list[ir.Value]:
     """Candidates as ids of the base and log-probabilities, both [1, R, K], best first."""
     log_probs, indices = likeliest(op, logits, top_k)
@@ -108,10 +116,12 @@ def likeliest(op: Op, logits: ir.Value, top_k: ir.Value) -> tuple[ir.Value, ir.V
     return log_probs, indices
 
 
-def target_names(op: Op, indices: ir.Value, target_ids: NDArray[np.int64] | None) -> ir.Value:
+def target_names(op: Op, indices: ir.Value, target_ids: TargetIds) -> ir.Value:
     """Map the draft's ids to the base's, int64 of any shape."""
     if target_ids is None:
         return indices
+    if isinstance(target_ids, ir.Value):
+        return op.GatherElements(target_ids, indices, axis=-1)
     table = op.parameter(
         StoredTensor(
             name=TARGET_IDS,

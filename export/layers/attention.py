@@ -126,13 +126,19 @@ class PassState:
         return y
 
     def attend_shared(
-        self, layer: int, q: ir.Value, num_heads: int, *, scores: Scores = PLAIN_SCORES
+        self,
+        layer: int,
+        q: ir.Value,
+        num_heads: int,
+        *,
+        scores: Scores = PLAIN_SCORES,
+        is_rotated: bool = False,
     ) -> ir.Value:
         """Attend to the keys and values of the layer's source; q [1, S, num_heads*D].
 
         The call gets its source's operands: the same rows are written to the same places.
         """
-        return self._attend(layer, q, num_heads, scores)[0]
+        return self._attend(layer, q, num_heads, scores, is_rotated=is_rotated)[0]
 
     def _attend(
         self, layer: int, q: ir.Value, num_heads: int, scores: Scores, *, is_rotated: bool = False
@@ -161,13 +167,23 @@ class PassState:
         )
         return y, present
 
-    def rotate(self, layer: int, x: ir.Value, num_heads: int) -> ir.Value:
-        """Apply RoPE to x [1, S, num_heads*D], for layers with nodes between RoPE and `attend`."""
+    def rotate(
+        self,
+        layer: int,
+        x: ir.Value,
+        num_heads: int,
+        tables: tuple[ir.Value, ir.Value] | None = None,
+    ) -> ir.Value:
+        """Apply RoPE to x [1, S, num_heads*D], for layers with nodes between RoPE and `attend`.
+
+        `tables`: by token, see `tables_at`; None: at the positions of the tokens.
+        """
         rope = self._kind(layer).rope
         if rope is None:
             return x
         flags = {name: flag for name, flag in self._rotation_flags(layer, rope).items() if flag}
-        return self.op.RotaryEmbedding(x, *self._rotation(rope), num_heads=num_heads, **flags)
+        given = tables or self._rotation(rope)
+        return self.op.RotaryEmbedding(x, *given, num_heads=num_heads, **flags)
 
     def _kind(self, layer: int) -> AttentionKind:
         kind = self.kinds[layer]
@@ -202,11 +218,20 @@ class PassState:
         if not rope.axes:
             return call(op, rotary_tables(op.dtype), slots, inv_freq, scale=float(rope.scale))
         chosen = op.Gather(self.position_ids, op.constant(np.array(rope.axes)), axis=0)
-        rows = op.Transpose(op.Cast(chosen, to=int(ir.DataType.FLOAT)), perm=[1, 0])
+        return self._tables_at(chosen, inv_freq, rope.scale)
+
+    def tables_at(self, rope: Rope, positions: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Cos and sin by token [1, S, R/2] at other positions than the tokens', int64 [1, S]."""
+        return self._tables_at(positions, self.op.constant(rope.inv_freq), rope.scale)
+
+    def _tables_at(
+        self, positions: ir.Value, inv_freq: ir.Value, scale: float
+    ) -> tuple[ir.Value, ir.Value]:
+        """As `tables_at`; positions [1, S], or of each pair [R/2, S]."""
+        op = self.op
+        rows = op.Transpose(op.Cast(positions, to=int(ir.DataType.FLOAT)), perm=[1, 0])
         angles = op.Mul(op.Unsqueeze(rows, op.constant([0])), inv_freq)
-        cos, sin = (
-            self._rope_table(table, rope.scale) for table in (op.Cos(angles), op.Sin(angles))
-        )
+        cos, sin = (self._rope_table(table, scale) for table in (op.Cos(angles), op.Sin(angles)))
         return cos, sin
 
     def _rope_table(self, table: ir.Value, scale: float) -> ir.Value:

@@ -5,6 +5,7 @@ Shapes: S tokens, H hidden size, E experts, K chosen experts, I intermediate siz
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +25,29 @@ from edgellm.export.onnx.functions.experts import LARGEST, experts, router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gating:
+    """Activation of an expert with gates g and ups u.
+
+    It is g * sigmoid(g * (alpha + cubic * g^2)) * (u + offset). Without `cubic` this is Swish, with
+    it GELU by its tanh, since (1 + tanh x) / 2 = sigmoid(2 x).
+    """
+
+    alpha: float | None = 1.0  # None: the largest float, which makes Swish a ReLU
+    limit: float | None = None  # upper bound of gates, bound of |ups|
+    offset: float = 0.0
+    cubic: float = 0.0
+
+
+SWISH = Gating()
+SQUARED_RELU = Gating(alpha=None)  # where the ups are the gates
+_GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+GELU_TANH = Gating(alpha=_GELU_SLOPE, cubic=0.044715 * _GELU_SLOPE)
+_GATINGS = {"silu": SWISH, "swish": SWISH, "gelu_pytorch_tanh": GELU_TANH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Number of experts, and weights of the chosen ones."""
+    """Number of experts, their activation, and weights of the chosen ones."""
 
     experts: int
     top_k: int
@@ -34,6 +56,7 @@ class Routing:
     smallest_sum: float = 0.0  # minimum of the divisor
     added: float = 0.0  # to the sum
     scale: float = 1.0  # of the final shares
+    gating: Gating = SWISH
 
     @classmethod
     def read(
@@ -43,19 +66,20 @@ class Routing:
         experts: str = "num_local_experts",
         top_k: str = "num_experts_per_tok",
         size: str = "intermediate_size",
+        activation: str = "hidden_act",
         **traits: Any,
     ) -> Routing:
         """Read the keys with these names; `traits` are the other facts.
 
         Raises:
-            UnsupportedModelError: K exceeds E, or another activation than Swish.
+            UnsupportedModelError: K exceeds E, or an unsupported activation.
         """
         reader.skip("router_aux_loss_coef", "output_router_logits")  # for training
-        reader.expect("hidden_act", "silu", "swish")
         found = cls(
             experts=reader.positive(experts),
             top_k=reader.positive(top_k),
             size=reader.positive(size),
+            gating=_GATINGS[reader.choice(activation, *_GATINGS)],
             **traits,
         )
         if found.top_k > found.experts:
@@ -66,19 +90,6 @@ class Routing:
 
 
 NO_ROUTING = Routing(experts=1, top_k=1, size=1)  # of an unread config
-
-
-@dataclass(frozen=True, slots=True)
-class Gating:
-    """Activation of an expert with gates g and ups u: swish(g, alpha) * (u + offset)."""
-
-    alpha: float | None = 1.0  # None: the largest float, which makes Swish a ReLU
-    limit: float | None = None  # upper bound of gates, bound of |ups|
-    offset: float = 0.0
-
-
-SWISH = Gating()
-SQUARED_RELU = Gating(None)  # where the ups are the gates
 
 
 class Router:
@@ -178,18 +189,18 @@ class Mixture:
         route: Chooses,
         stack: Stack,
         routing: Routing,
-        gating: Gating = SWISH,
         shared: MLP | None = None,
-        latent: tuple[MLP, MLP] | None = None,
+        around: tuple[MLP, MLP] | None = None,
     ) -> None:
-        """`latent`: projections to and from the experts' input width."""
+        """`around`: layers before and after the experts, such as projections to a latent width."""
         self.route, self.stack, self.routing = route, stack, routing
-        self.gating, self.shared, self.latent = gating, shared, latent
+        self.shared, self.around = shared, around
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, S, H] -> [1, S, H]."""
         ids, shares = self.route(op, x)
-        rows = x if self.latent is None else self.latent[0](op, x)
+        gating = self.routing.gating
+        rows = x if self.around is None else self.around[0](op, x)
         with op.scope(self.stack.prefix.rstrip(".")):
             stored = self.stack.read(op.dtype)
             operands = [_operand(op, each) for each in stored.operands]
@@ -201,15 +212,15 @@ class Mixture:
             ]
             alpha, limit = (
                 LARGEST[op.dtype] if bound is None else bound
-                for bound in (self.gating.alpha, self.gating.limit)
+                for bound in (gating.alpha, gating.limit)
             )
             y = call(
                 op, experts(stored.function), rows, ids, shares, *operands, *biases,
-                alpha=alpha, limit=limit, offset=self.gating.offset,
+                alpha=alpha, limit=limit, offset=gating.offset, cubic=gating.cubic,
                 top_k=self.routing.top_k, **stored.blocks,
             )  # fmt: skip
-        if self.latent is not None:
-            y = self.latent[1](op, y)
+        if self.around is not None:
+            y = self.around[1](op, y)
         return y if self.shared is None else op.Add(y, self.shared(op, x))
 
 

@@ -96,7 +96,13 @@ class DecoderLayer(llama.DecoderLayer):
         hidden, routing, mlp = config.hidden_size, config.routing, weights / "mlp"
         width = config.shared * routing.size
         shared = (
-            GatedMLP(weights=mlp / "shared_experts", size=hidden, inner_size=width, bias=False)
+            GatedMLP(
+                weights=mlp / "shared_experts",
+                size=hidden,
+                inner_size=width,
+                bias=False,
+                activation=config.activation,
+            )
             if width
             else None
         )

@@ -1,7 +1,8 @@
-"""Gemma 4, the language model: per-layer embeddings, and KV shared by the last layers.
+"""Gemma 4, the language model: per-layer embeddings, KV shared by the last layers, experts.
 
 E2B and E4B: each layer adds an embedding of the token for that layer (PLE). The last layers have
 no keys and values of their own. Heads of global layers have another size than those in windows.
+26B-A4B: a mixture of experts beside each MLP, whose router reads the stream before their norms.
 L is the number of layers, P the size of a per-layer embedding.
 """
 
@@ -14,7 +15,9 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.checkpoints.experts.stacked import experts_of
+from edgellm.export.checkpoints.experts.weights import JoinedExperts, Stack
+from edgellm.export.checkpoints.weights import StoredTensor, Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import (
     FULL,
@@ -31,6 +34,7 @@ from edgellm.export.config.rope import PROPORTIONAL_ROPE, read_ropes
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState, Scores, merge_heads, split_heads
 from edgellm.export.layers.embedding import Embedding
+from edgellm.export.layers.experts import Mixture, Router, Routing
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.layers.norm import RMSNorm, UnweightedRMSNorm
@@ -87,6 +91,7 @@ class Config(gemma2.Config):
     per_layer_vocab_size: int = 0
     has_double_wide_mlp: bool = False  # in layers with shared KV
     has_equal_kv: bool = False  # values are keys before their norm and RoPE, in global layers
+    routing: Routing | None = None  # None: no experts
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -107,14 +112,13 @@ class Config(gemma2.Config):
             per_layer_vocab_size=reader.positive("vocab_size_per_layer_input"),
             has_double_wide_mlp=reader.read("use_double_wide_mlp", bool, False),
             has_equal_kv=reader.read("attention_k_eq_v", bool, False),
+            routing=_read_routing(reader),
         )
         assert isinstance(config, cls)
-        config._check(reader)
+        config._check()
         return config.attending(config._read_kinds(reader))
 
-    def _check(self, reader: ConfigReader) -> None:
-        reader.expect("enable_moe_block", False)
-        reader.skip("num_experts", "top_k_experts", "moe_intermediate_size")
+    def _check(self) -> None:
         if self.per_layer_size < 0:
             raise UnsupportedModelError(
                 f"config.json: hidden_size_per_layer_input = {self.per_layer_size} is negative",
@@ -143,6 +147,19 @@ class Config(gemma2.Config):
             AttentionKind(ropes[kind], window_of(kind, window), LayerKV(*heads[kind], source))
             for kind, source in zip(types, sources, strict=True)
         )
+
+
+def _read_routing(reader: ConfigReader) -> Routing | None:
+    if not reader.read("enable_moe_block", bool, False):
+        reader.skip("num_experts", "top_k_experts", "moe_intermediate_size")
+        return None
+    return Routing.read(
+        reader,
+        experts="num_experts",
+        top_k="top_k_experts",
+        size="moe_intermediate_size",
+        activation="hidden_activation",
+    )
 
 
 def _read_heads(
@@ -240,29 +257,77 @@ class Attention:
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
         """X [1, S, H] -> [1, S, H]."""
         scores = Scores(scale=self.config.attention_scale)
-        q = self.q_proj(op, x)
+        q = self.queries(op, x)
         if self.is_shared:
-            q = self._by_head(op, self.q_norm, q)
             return self.o_proj(op, state.attend_shared(layer, q, self.num_heads, scores=scores))
+        k, v = self.keys_and_values(op, x)
+        return self.o_proj(op, state.attend(layer, q, k, v, self.num_heads, scores=scores))
+
+    def queries(self, op: Op, x: ir.Value) -> ir.Value:
+        """X [1, S, H] -> [1, S, heads*D], without RoPE."""
+        return self._by_head(op, self.q_norm, self.q_proj(op, x))
+
+    def keys_and_values(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, S, H] -> both [1, S, kv_heads*D], without RoPE."""
         k = self.k_proj(op, x)
         v = k if self.v_proj is None else self.v_proj(op, x)
-        q, k = self._by_head(op, self.q_norm, q), self._by_head(op, self.k_norm, k)
-        v = self._by_head(op, self.v_norm, v)
-        return self.o_proj(op, state.attend(layer, q, k, v, self.num_heads, scores=scores))
+        return self._by_head(op, self.k_norm, k), self._by_head(op, self.v_norm, v)
 
     def _by_head(self, op: Op, norm: RMSNorm | UnweightedRMSNorm, x: ir.Value) -> ir.Value:
         """X [1, S, heads*D], normalized over D."""
         return merge_heads(op, norm(op, split_heads(op, x, self.head_dim)))
 
 
+class ScaledNorm(RMSNorm):
+    """The norm of a router, whose weight is named `scale`."""
+
+    def _weight(self, op: Op) -> StoredTensor:
+        return self.weights.take("scale", (self.size,), op.dtype)
+
+
+class NormedRouter(Router):
+    """A router with a norm of its own, and a factor for the share of each expert."""
+
+    def __init__(self, config: Config, weights: Weights, routing: Routing) -> None:
+        super().__init__(weights / "proj", config.hidden_size, routing)
+        self.own = weights
+        self.norm = ScaledNorm(weights, config.hidden_size, config.rms_norm_eps)
+
+    def __call__(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """X [1, S, H] -> ids int64 [1, S, K] and their shares [1, S, K]."""
+        rows = op.Mul(self.norm(op, x), op.constant(self.hidden**-0.5, op.dtype))
+        ids, shares = super().__call__(op, rows)
+        stored = self.own.take("per_expert_scale", (self.routing.experts,), op.dtype)
+        factors = op.cast(op.parameter(stored), op.dtype)
+        return ids, op.Mul(shares, op.Gather(factors, ids))
+
+
+def _stack(weights: Weights, hidden: int, routing: Routing) -> Stack:
+    """Experts in one tensor; quantized ones are separate, or have one tensor per projection."""
+    sizes = hidden, routing.size
+    if weights.info("gate_up_proj") is None:
+        return experts_of(weights, routing.experts, sizes)
+    return JoinedExperts(
+        gate_up=(weights, "gate_up_proj"),
+        down=(weights, "down_proj"),
+        experts=routing.experts,
+        sizes=sizes,
+    )
+
+
 class DecoderLayer:
-    """Gemma 2's block, an embedding for this layer after it, and a factor."""
+    """Gemma 2's block, an embedding for this layer after it, and a factor.
+
+    Experts, if any, are added to the MLP before the norm that follows it.
+    """
+
+    attention: type[Attention] = Attention
 
     def __init__(self, config: Config, weights: Weights, layer: int) -> None:
         hidden, epsilon = config.hidden_size, config.rms_norm_eps
         self.weights, self.per_layer_size = weights, config.per_layer_size
         self.activation = config.activation
-        self.self_attn = Attention(config, weights / "self_attn", layer)
+        self.self_attn = self.attention(config, weights / "self_attn", layer)
         is_wide = config.has_double_wide_mlp and self.self_attn.is_shared
         self.mlp = GatedMLP(
             weights=weights / "mlp",
@@ -279,6 +344,15 @@ class DecoderLayer:
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.pre_feedforward_layernorm = norm("pre_feedforward_layernorm")
         self.post_feedforward_layernorm = norm("post_feedforward_layernorm")
+        self.experts: Mixture | None = None
+        if routing := config.routing:
+            self.post_feedforward_layernorm_1 = norm("post_feedforward_layernorm_1")
+            self.experts = Mixture(
+                route=NormedRouter(config, weights / "router", routing),
+                stack=_stack(weights / "experts", hidden, routing),
+                routing=routing,
+                around=(norm("pre_feedforward_layernorm_2"), norm("post_feedforward_layernorm_2")),
+            )
         if size := config.per_layer_size:
             self.per_layer_input_gate = Linear(
                 weights / "per_layer_input_gate", hidden, size, bias=False
@@ -301,7 +375,10 @@ class DecoderLayer:
         return op.Mul(x, op.cast(factor, op.dtype))
 
     def _feed_forward(self, op: Op, x: ir.Value) -> ir.Value:
-        return self.mlp(op, self.pre_feedforward_layernorm(op, x))
+        y = self.mlp(op, self.pre_feedforward_layernorm(op, x))
+        if self.experts is None:
+            return y
+        return op.Add(self.post_feedforward_layernorm_1(op, y), self.experts(op, x))
 
 
 def _input_name(layer: int) -> str:

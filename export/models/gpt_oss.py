@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -23,7 +23,7 @@ from edgellm.export.config.layer_types import (
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, read_parameters, rope_of
 from edgellm.export.layers.attention import PassState, Scores
-from edgellm.export.layers.experts import NO_ROUTING, SWISH, BiasedRouter, Gating, Mixture, Routing
+from edgellm.export.layers.experts import NO_ROUTING, BiasedRouter, Gating, Mixture, Routing
 from edgellm.export.models import llama
 from edgellm.export.onnx.builder import Op
 
@@ -45,7 +45,6 @@ class Config(DecoderConfig):
     """The config of gpt-oss."""
 
     routing: Routing = NO_ROUTING
-    gating: Gating = SWISH
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
@@ -61,10 +60,8 @@ class Config(DecoderConfig):
         alpha, limit = (reader.read(key, float) for key in ("swiglu_alpha", "swiglu_limit"))
         if limit <= 0:
             raise UnsupportedModelError(f"config.json: swiglu_limit = {limit} is not positive")
-        config = cls.read(
-            reader, rope=None, qkv_bias=bias, o_proj_bias=bias, routing=routing,
-            gating=Gating(alpha, limit, offset=1.0),
-        )  # fmt: skip
+        routing = replace(routing, gating=Gating(alpha=alpha, limit=limit, offset=1.0))
+        config = cls.read(reader, rope=None, qkv_bias=bias, o_proj_bias=bias, routing=routing)
         types = read_layer_types(
             reader, [FULL if index % 2 else SLIDING for index in range(config.num_hidden_layers)]
         )
@@ -116,7 +113,7 @@ class DecoderLayer(llama.DecoderLayer):
                 weights=own, experts=routing.experts, sizes=sizes, has_biases=True
             )
         router = BiasedRouter(mlp / "router", hidden, routing)
-        self.mlp = Mixture(route=router, stack=stack, routing=routing, gating=config.gating)
+        self.mlp = Mixture(route=router, stack=stack, routing=routing)
 
 
 class Model(llama.Model):

@@ -42,6 +42,7 @@ class Config(lfm2.Config):
             num_experts_per_tok=4,
             moe_intermediate_size=1792,
         )
+        reader.expect("hidden_act", "silu", "swish")  # transformers ignores it
         routing = Routing.read(
             reader,
             experts="num_experts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -210,6 +210,7 @@ def _experts(reader: ConfigReader) -> dict[str, Any]:
     if latent is not None and latent < 1:
         raise UnsupportedModelError(f"config.json: moe_latent_size = {latent} is not positive")
     shared = reader.positive("moe_shared_expert_intermediate_size")
+    routing = replace(routing, gating=SQUARED_RELU)
     return {"routing": routing, "shared_size": shared, "latent_size": latent}
 
 
@@ -252,9 +253,8 @@ def _mixture(config: Config, weights: Weights) -> Mixture:
         route=router,
         stack=experts_of(weights / "experts", routing.experts, sizes, names, is_gated=False),
         routing=routing,
-        gating=SQUARED_RELU,
         shared=_network(config, weights / "shared_experts", config.shared_size),
-        latent=between,
+        around=between,
     )
 
 

@@ -79,6 +79,7 @@ class SharedExpert:
             size=config.hidden_size,
             inner_size=config.shared_size,
             bias=False,
+            activation=config.activation,
         )
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:

@@ -15,7 +15,18 @@ from edgellm.export.pipeline.reference_weights import E2M1
 F32 = np.ndarray  # float32
 BLOCKS, _SCALES = "_blocks", "_scales"  # suffixes of MXFP4's tensors
 _BIAS = 127  # of MXFP4's exponents
-_GRANITE = re.compile(r"(.+\.block_sparse_moe)\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
+_PART = r"\.experts\.(\d+)\.(gate|up|down)_proj\.weight"
+# Experts that transformers does not join itself: tensors of gates and ups, and of downs.
+_JOINED = (
+    (
+        re.compile(rf"(.+\.block_sparse_moe){_PART}"),
+        ("{}.input_linear.weight", "{}.output_linear.weight"),
+    ),
+    (
+        re.compile(rf"(.+\.layers\.\d+){_PART}"),
+        ("{}.experts.gate_up_proj", "{}.experts.down_proj"),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +72,20 @@ def fp4_stack(weights: Weights, blocks: str, shape: tuple[int, ...]) -> Fp4Stack
 
 
 def joined(dense: Mapping[str, Dense]) -> dict[str, Dense]:
-    """Join Granite's experts, which are quantized separately, into one tensor; others unchanged."""
+    """Join experts of Granite and Gemma, which are quantized separately; others unchanged."""
     found: dict[str, Dense] = {}
-    apart: dict[str, dict[tuple[str, int], Dense]] = {}
+    apart: dict[tuple[str, str], dict[tuple[str, int], Dense]] = {}
     for name, each in dense.items():
-        if part := _GRANITE.fullmatch(name):
-            apart.setdefault(part[1], {})[part[3], int(part[2])] = each
+        for pattern, (inner, down) in _JOINED:
+            if part := pattern.fullmatch(name):
+                names = inner.format(part[1]), down.format(part[1])
+                apart.setdefault(names, {})[part[3], int(part[2])] = each
+                break
         else:
             found[name] = each
-    for prefix, parts in apart.items():
-        for name, kinds in (("input_linear", ("gate", "up")), ("output_linear", ("down",))):
-            found[f"{prefix}.{name}.weight"] = _stack(parts, kinds)
+    for (inner, down), parts in apart.items():
+        found[inner] = _stack(parts, ("gate", "up"))
+        found[down] = _stack(parts, ("down",))
     return found
 
 

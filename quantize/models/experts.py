@@ -23,7 +23,7 @@ from edgellm.quantize.models.families import Experts, Family
 
 FEW = 32  # tokens; an expert with fewer is calibrated with all tokens
 _PARTS = ("gate_proj", "up_proj", "down_proj")
-_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
+_NAME = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(?:gate|up|down)_proj\.weight")
 
 Networks = list[tuple[torch.Tensor, ...]]  # the `parts` of each
 
@@ -95,7 +95,9 @@ def find_experts(layer: nn.Module) -> ObservedExperts | None:
 
 def hide_experts(layer: nn.Module, experts: Experts | None) -> None:
     """Replace transformers' experts, if any, by `ObservedExperts`."""
-    block = None if experts is None else getattr(layer, experts.block, None)
+    if experts is None:
+        return
+    block = getattr(layer, experts.block, None) if experts.block else layer
     if isinstance(theirs := getattr(block, "experts", None), nn.Module):
         assert isinstance(block, nn.Module)
         activation = theirs.act_fn
@@ -183,7 +185,7 @@ def read_canonical(tensors: Mapping[str, Tensor], family: Family) -> dict[str, T
     for name, tensor in tensors.items():
         experts = family.experts
         if experts is not None and name in experts.joined:
-            found |= dict(_split(f"{experts.block}.experts", tensor, experts.joined.index(name)))
+            found |= dict(_split(experts.prefix, tensor, experts.joined.index(name)))
         else:
             found.setdefault(family.canonical(name), tensor)
     return found

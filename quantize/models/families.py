@@ -34,10 +34,15 @@ _OF_LAYERS = (
 class Experts:
     """Names of the experts in a family's layers, and in its checkpoints."""
 
-    block: str = "mlp"  # module of transformers' layer
+    block: str = "mlp"  # module of transformers' layer; "": the layer itself
     # Parts of experts in checkpoints by those of transformers
     parts: Mapping[str, str] = field(default_factory=dict)
     joined: tuple[str, ...] = ()  # fused tensors of all experts: gate and up, down
+
+    @property
+    def prefix(self) -> str:
+        """The name of the module that holds the experts."""
+        return f"{self.block}.experts".removeprefix(".")
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor, with unfused experts."""
@@ -49,8 +54,8 @@ class Experts:
 
     def is_float(self, name: str) -> bool:
         """Return whether a matrix stays float: routers, and gates of shared experts."""
-        own = name.removeprefix(f"{self.block}.")
-        return own != name and own.startswith(_ROUTERS)
+        block = self.prefix.removesuffix("experts")
+        return name.startswith(block) and name.removeprefix(block).startswith(_ROUTERS)
 
     def _renamed(self, name: str, parts: Mapping[str, str]) -> str:
         if not parts or ".experts." not in name:
@@ -134,6 +139,7 @@ _GRANITE_EXPERTS = Experts(
     block="block_sparse_moe",
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
+_GEMMA_EXPERTS = Experts(block="", joined=("experts.gate_up_proj", "experts.down_proj"))
 # JSON has no infinity; only transformers' file reader parses its form.
 _UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
 _LFM2 = Family(
@@ -300,6 +306,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
         # Routers read the second norm too.
         readers = {"input_layernorm": family.readers["input_layernorm"]}
         return replace(family, readers=readers, stored=_GRANITE_ROUTER, experts=_GRANITE_EXPERTS)
+    if config["model_type"] == "gemma4_text" and config.get("enable_moe_block"):
+        return replace(family, experts=_GEMMA_EXPERTS)
     if config["model_type"] == "nemotron_h" and not _has_mixtures(config):
         return replace(family, experts=None)
     return family

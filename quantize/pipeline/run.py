@@ -328,7 +328,7 @@ def _round_experts(plan: Plan, model: PreTrainedModel, states: States, own: _Own
             run_layer(model, batch)
 
     seen, few = watch(experts, run)
-    prefix = f"{family.experts.block}.experts"
+    prefix = family.experts.prefix
     own.tensors.update(round_experts(experts, seen, plan.recipe, prefix))
     own.few.update({f"{prefix}.{index}": tokens for index, tokens in few.items()})
 

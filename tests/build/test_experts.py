@@ -11,6 +11,7 @@ import pytest
 from conftest import make_checkpoint
 from cuda_on_cpu import CUDA
 from harness.models.checkpoints import round_checkpoint
+from model_configs import GEMMA4_EXPERTS
 from portable import open_portable
 
 from edgellm.build.engine import build_engine
@@ -50,11 +51,23 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("experts") / "checkpoint", **TINY)
 
 
-@pytest.fixture(scope="module")
-def bundle(checkpoint):
+def export(checkpoint):
+    """A float32 bundle next to the checkpoint."""
     folder = checkpoint.parent / "bundle"
     export_llm(open_checkpoint(str(checkpoint)), folder, ExportOptions(dtype="fp32"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint):
+    return export(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def gemma_bundle(tmp_path_factory):
+    """Experts with GELU and a router with a norm of its own."""
+    checkpoint = tmp_path_factory.mktemp("gemma") / "checkpoint"
+    return export(make_checkpoint(checkpoint, **{**GEMMA4_EXPERTS, "num_experts": 9}))
 
 
 def build(bundle, engine, backend="onnxruntime", **changes):
@@ -72,18 +85,20 @@ def logits(session, sizes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
-def test_experts_are_batch_invariant(quantize, bundle, tmp_path):
+@pytest.mark.parametrize(("name", "layers"), [("bundle", 2), ("gemma_bundle", 6)])
+def test_experts_are_batch_invariant(name, layers, quantize, request, tmp_path):
     """The build compares the engine with the portable graph."""
+    bundle = request.getfixturevalue(name)
     manifest = build(bundle, tmp_path / "engine", quantize=quantize)
     assert manifest.main_graphs[0].precision == {"none": "fp32"}.get(quantize, quantize)
-    assert "18 experts, each alone, relative error" in manifest.options["checks"][0]
+    assert f"{9 * layers} experts, each alone, relative error" in manifest.options["checks"][0]
     session = open_decoder(tmp_path / "engine", manifest)
     whole = logits(session, [len(IDS)])
     if quantize != "none":  # layers of 32 bits are products of ONNX Runtime's
         for sizes in ([1] * len(IDS), [7, 1, 13, 1, 1, 17]):
             assert logits(session, sizes).tobytes() == whole.tobytes()
     nodes = onnx.load(tmp_path / "engine" / "decode.onnx", load_external_data=False).graph.node
-    assert [node.op_type for node in nodes].count("Experts") == 2
+    assert [node.op_type for node in nodes].count("Experts") == layers
 
 
 @pytest.mark.parametrize(("quantize", "is_half"), [("none", True), ("int8", True), ("none", False)])

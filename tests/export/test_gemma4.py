@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from lora_adapters import ALL, logits_of, reference, write_adapter
+from model_configs import GEMMA4_EXPERTS
 from portable import TOLERANCE
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +29,7 @@ from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
+from edgellm.tools.inspection.sources.detect import inspect
 
 TINY = models.find("gemma4_text").TINY
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -56,6 +58,14 @@ CONFIGS = {
     "fewer global heads": {"attention_k_eq_v": True, "num_global_key_value_heads": 4},
     "heads of one size": {"global_head_dim": 32},
     "no per-layer embeddings": {"hidden_size_per_layer_input": 0},
+    "as 26B-A4B": {
+        **GEMMA4_EXPERTS,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "top_k_experts": 3,
+    },
     "larger per-layer vocabulary": {"vocab_size_per_layer_input": 100},
     "wide heads": {
         "global_head_dim": 96,
@@ -103,6 +113,12 @@ def test_the_hubs_keys_equal_those_that_transformers_saves():
         ({"vocab_size_per_layer_input": 95}, "vocab_size_per_layer_input = 95 is below"),
         ({"hidden_size_per_layer_input": -8}, "hidden_size_per_layer_input = -8 is negative"),
         ({"use_bidirectional_attention": "all"}, "only 'vision'"),
+        ({"enable_moe_block": True}, "config.json has no num_experts"),
+        ({**GEMMA4_EXPERTS, "top_k_experts": 7}, "top_k_experts = 7, but num_experts = 6"),
+        (
+            {**GEMMA4_EXPERTS, "hidden_activation": "gelu"},
+            "hidden_activation = 'gelu' is not supported",
+        ),
         ({"per_layer_config": {"6": {"head_dim": 8}}}, "per_layer_config has '6', which is no"),
         ({"per_layer_config": {"2": {"sliding_window": 8}}}, "does not understand: sliding_window"),
         ({"per_layer_config": {"0": {"head_dim": 8}}}, "several sizes of heads in sliding"),
@@ -136,6 +152,14 @@ def test_only_layers_with_own_keys_have_a_cache(bundle):
     assert spec.kv.heads == ((2, 32), (2, 32), (2, 48), (2, 32))
     assert spec.kv.bytes_per_token == 2 * 2 * (3 * 32 + 48) * 4
     assert cache_bytes(spec.kv, 10) == 10 * spec.kv.bytes_per_token
+
+
+def test_a_token_reads_some_experts(tmp_path):
+    """Two of six in each of six layers."""
+    report = inspect(make_checkpoint(tmp_path / "checkpoint", **GEMMA4_EXPERTS))
+    whole = sum(each.loaded_bytes for each in report.tensors if each.is_read_whole)
+    of_expert = 2 * 3 * TINY["hidden_size"] * GEMMA4_EXPERTS["moe_intermediate_size"]
+    assert whole - report.read_bytes == pytest.approx(6 * 4 * of_expert, abs=1)
 
 
 def test_tensors_of_shared_layers_are_ignored(tmp_path):

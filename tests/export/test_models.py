@@ -9,10 +9,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
+from model_configs import GEMMA4_EXPERTS
 from portable import TOLERANCE, allowed, open_portable
 
 from edgellm.build.engine import build_engine
-from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls
+from edgellm.build.lowering.experts import ExpertLayer
+from edgellm.build.lowering.function_calls import find_calls
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.core.errors import UnsupportedModelError
@@ -55,6 +57,7 @@ VARIANTS = {
         global_head_dim=40,
         attention_bias=True,
     ),
+    "gemma4_experts": GEMMA4_EXPERTS,
     "gemma4_shared_alone": _tiny(
         "gemma4_text",
         num_kv_shared_layers=3,
@@ -91,6 +94,7 @@ VARIANTS = {
         ),
     ),
     "granitemoe_untied": _tiny("granitemoe", tie_word_embeddings=False, attention_bias=True),
+    "qwen2_moe_gelu": _tiny("qwen2_moe", hidden_act="gelu_pytorch_tanh"),
     "qwen3_biases": _tiny("qwen3", attention_bias=True, tie_word_embeddings=False),
 }
 
@@ -114,12 +118,13 @@ def session(request, exported) -> DecoderNetwork:
         spec = load_bundle(bundle, LLM_BUNDLE).decoder
         if spec.recurrent is not None or not spec.has_uniform_layers:
             pytest.skip("refused, as test_recurrent_state.py and test_gemma4.py have it")
+        plan = Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto")
+        if any(layer.cubic for layer in ExpertLayer.all_of(_graph(bundle))):
+            with pytest.raises(UnsupportedModelError, match="experts with GELU are not computed"):
+                cuda_on_cpu.build_base(bundle, engine, plan)
+            pytest.skip("experts with GELU are refused")
         with cuda_on_cpu.fused_in_float32():
-            cuda_on_cpu.build_base(
-                bundle,
-                engine,
-                Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto"),
-            )
+            cuda_on_cpu.build_base(bundle, engine, plan)
         return cuda_on_cpu.open_base(engine)
     plan = Plan(
         max_input_len=48,
@@ -137,10 +142,15 @@ def session(request, exported) -> DecoderNetwork:
     return open_decoder(engine, manifest)
 
 
+def _graph(bundle: Path) -> ir.Graph:
+    graph = load_bundle(bundle, LLM_BUNDLE).graphs[DECODER]
+    return ir.load(bundle / graph.path).graph
+
+
 def _refused(bundle: Path) -> str:
     """Why an engine without edgellm's kernels does not compute a model; empty: it does."""
-    graph = ir.load(bundle / load_bundle(bundle, LLM_BUNDLE).graphs[DECODER].path).graph
-    if find_calls(graph, *EXPERT_CALLS):
+    graph = _graph(bundle)
+    if ExpertLayer.all_of(graph):
         return "does not compute mixtures of experts"
     has_sinks = find_calls(graph, SINK_ATTENTION)
     return "does not compute attention with sinks" if has_sinks else ""

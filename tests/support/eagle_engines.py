@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import gemma4_assistants
 from block_reference import Blocks, make_blocks
 from conftest import make_checkpoint
 from eagle_reference import VOCAB, Layout, make_draft
@@ -122,6 +123,19 @@ def build_mtp(folder: Path, make: Callable[[Path], Path] = make_base) -> EaglePa
     export_draft(open_draft(str(base)), source, folder / "draft_bundle", options)
     pair = EaglePair(
         EAGLE1, base, base, *(folder / n for n in ("bundle", "draft_bundle", "engine"))
+    )
+    return _built(pair)
+
+
+def build_assistant(folder: Path) -> EaglePair:
+    """A base of Gemma 4 with its assistant, which has a head with centroids."""
+    base = gemma4_assistants.make_base(folder / "base")
+    draft = gemma4_assistants.make_assistant(folder / "draft", **gemma4_assistants.CLUSTERS)
+    source, options = open_checkpoint(str(base)), DraftOptions("fp32")
+    export_llm(source, folder / "bundle", ExportOptions(dtype="fp32", draft_model_dir=str(draft)))
+    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", options)
+    pair = EaglePair(
+        EAGLE1, base, draft, folder / "bundle", folder / "draft_bundle", folder / "engine"
     )
     return _built(pair)
 

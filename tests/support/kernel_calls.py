@@ -29,7 +29,7 @@ class _Product(ctypes.Structure):
         *((name, _POINTER) for name in ("x", "skip", "gamma", "bias", "residual", "sum", "y")),
         ("epsilon", _FLOAT),
         ("threads", ctypes.c_int32),
-        *((name, _FLOAT) for name in ("alpha", "limit", "offset")),
+        *((name, _FLOAT) for name in ("alpha", "limit", "offset", "cubic")),
     ]
 
 
@@ -174,7 +174,7 @@ def float_case(rng, kind, in_features, out_features, gated=False):
 
 def product(
     instruction_set, case, x, *, skip=None, gamma=None, bias=None, residual=None, epsilon=1e-5,
-    threads=1, packed=None, alpha=1.0, limit=0.0, offset=0.0,
+    threads=1, packed=None, alpha=1.0, limit=0.0, offset=0.0, cubic=0.0,
 ):  # fmt: skip
     """Product of M rows: y [M, N], and x + skip [M, K] if there is a skip."""
     packed = case.packed if packed is None else packed
@@ -184,7 +184,7 @@ def product(
     arguments = _Product(
         instruction_set.encode(), _address(packed), packed.nbytes, len(x), _address(x),
         _address(skip), _address(gamma), _address(bias), _address(residual), _address(total),
-        _address(y), epsilon, threads, alpha, limit, offset,
+        _address(y), epsilon, threads, alpha, limit, offset, cubic,
     )  # fmt: skip
     _call("edgellm_product", ctypes.byref(arguments))
     return y if skip is None else (y, total)

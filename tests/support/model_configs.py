@@ -1,4 +1,7 @@
-"""Configs that hypothesis draws for an architecture: values of all its keys, and of older ones."""
+"""Configs that hypothesis draws for an architecture: values of all its keys, and of older ones.
+
+And Gemma 4 with experts, a variant of its own.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ _SIZES: dict[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(
         ("num_local_experts", "num_experts", "moe_num_experts"), st.sampled_from([3, 4])
     ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k"), st.sampled_from([1, 2, 3, 4])),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "moe_k", "top_k_experts"), st.sampled_from([1, 2, 3, 4])
+    ),
     **dict.fromkeys(
         (
             "moe_intermediate_size",
@@ -53,6 +58,13 @@ _OF_SOME = frozenset(
     or key.startswith(_OF_SOME_KINDS)
     or key.endswith(("_per_layer_input", "_shared_layers"))
 )
+GEMMA4_EXPERTS = {
+    **models.find("gemma4_text").TINY,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
 _FLOATS = st.sampled_from([0.25, 1.0, 3, 0.0, -1.5, None])
 _TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _WINDOWS = st.sampled_from([4, 7, 64, 1, 0, None])

@@ -133,18 +133,16 @@ def _emit(graph: GraphEditor, layer: ExpertLayer, kernel: OwnLinears) -> ir.Valu
             graph.weight(f"{layer.name}.inner_bias", lambda: both),
             graph.weight(f"{layer.name}.bias", lambda: down_bias),
         ]
-    limits = (
-        {}
-        if layer.limit is None
-        else {"alpha": layer.alpha, "limit": layer.limit, "offset": layer.offset}
-    )
     return graph.node(
         "Experts",
         [layer.x, layer.ids, layer.shares, *packed, *biases],
         domain=DOMAIN,
         experts=layer.count,
         top_k=layer.top_k,
-        **limits,
+        alpha=layer.alpha,
+        limit=layer.limit or 0.0,
+        offset=layer.offset,
+        cubic=layer.cubic,
     )
 
 

@@ -38,7 +38,7 @@ struct ProductArguments {
   float *sum, *y;
   float epsilon;
   int32_t threads;
-  float alpha, limit, offset;
+  float alpha, limit, offset, cubic;
 };
 
 EDGELLM_EXPORT const char* edgellm_product(const ProductArguments* a) {
@@ -52,7 +52,8 @@ EDGELLM_EXPORT const char* edgellm_product(const ProductArguments* a) {
   const Rows rows = place_rows(weight, a->rows, memory.get());
   const Prologue before{&weight, a->x, a->skip, a->gamma, a->epsilon, a->sum, rows};
   in_parts(a->rows, a->threads, [&](int64_t first, int64_t last) { set->prepare(before, first, last); });
-  const Product product{&weight, rows, a->rows, a->bias, a->residual, a->y, a->alpha, a->limit, a->offset};
+  const Product product{&weight, rows, a->rows, a->bias, a->residual, a->y,
+                        a->alpha, a->limit, a->offset, a->cubic};
   in_parts(weight.groups(), a->threads, [&](int64_t first, int64_t last) { set->product(product, first, last); });
   return nullptr;
 }

@@ -19,12 +19,15 @@ void write_strip(const Product& p, F<Isa> sum, int64_t row, int64_t channel) {
 
 template <class Isa>
 F<Isa> gated(const Product& p, F<Isa> gate, F<Isa> up) {
-  if (!(p.limit > 0)) return Isa::mul(silu<Isa>(gate), up);
-  const F<Isa> limit = Isa::set(p.limit);  // as the first argument: NaN stays NaN
-  gate = Isa::min(limit, gate);
-  up = Isa::max(Isa::set(-p.limit), Isa::min(limit, up));
-  const F<Isa> swish = Isa::div(gate, Isa::add(Isa::set(1), exp<Isa>(Isa::mul(gate, Isa::set(-p.alpha)))));
-  return Isa::mul(swish, Isa::add(up, Isa::set(p.offset)));
+  if (p.limit > 0) {
+    const F<Isa> limit = Isa::set(p.limit);  // as the first argument: NaN stays NaN
+    gate = Isa::min(limit, gate);
+    up = Isa::max(Isa::set(-p.limit), Isa::min(limit, up));
+  }
+  F<Isa> slope = Isa::set(-p.alpha);
+  if (p.cubic != 0) slope = Isa::fma(Isa::mul(gate, gate), Isa::set(-p.cubic), slope);
+  const F<Isa> activated = Isa::div(gate, Isa::add(Isa::set(1), exp<Isa>(Isa::mul(gate, slope))));
+  return Isa::mul(activated, Isa::add(up, Isa::set(p.offset)));
 }
 
 // Sums of the 32 channels of a group.

@@ -47,7 +47,7 @@ Rows from_row(const Weight& w, const Rows& rows, int64_t first) {
 
 // y = sum over k of shares[k] * down(act(gate, up)) of expert ids[k]. Inputs: x [..., H], ids int64
 // and shares [..., K], gates and ups of all experts uint8, downs uint8, biases [E, 2 I] in the order
-// of the packed channels, and [E, H]. Attributes: experts; alpha, limit and offset of `Product`.
+// of the packed channels, and [E, H]. Attributes: experts; alpha, limit, offset and cubic of `Product`.
 // Without gates, act is the square of what is positive of the ups.
 struct Experts {
   static constexpr const char* kName = "Experts";
@@ -78,12 +78,13 @@ struct Experts {
   };
 
   std::vector<Weight> gates, downs;
-  float alpha, limit, offset;
+  float alpha, limit, offset, cubic;
 
   explicit Experts(const OrtKernelInfo* info)
       : alpha(ort::float_attribute(info, "alpha", 1)),
         limit(ort::float_attribute(info, "limit", 0)),
-        offset(ort::float_attribute(info, "offset", 0)) {
+        offset(ort::float_attribute(info, "offset", 0)),
+        cubic(ort::float_attribute(info, "cubic", 0)) {
     const int64_t experts = ort::int_attribute(info, "experts", 0);
     gates = read_stack(info, 3, experts);
     downs = read_stack(info, 4, experts);
@@ -196,7 +197,7 @@ struct Experts {
       const Product product{
           &w,      from_row(w, rows, group.first), group.count, bias ? bias + group.expert * w.out_features : nullptr,
           nullptr, y + group.first * w.outputs(),  alpha,       limit,
-          offset};
+          offset,  cubic};
       kernels().product(product, tasks[i].first, tasks[i].last);
     });
   }

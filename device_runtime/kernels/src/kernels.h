@@ -107,8 +107,8 @@ struct Product {
   const float* bias;  // [N] or nullptr
   const float* residual;  // [M, N] or nullptr
   float* y;  // [M, outputs]
-  // Of gated weights: swish(gate) * up, or within a limit > 0 gate * sigmoid(alpha * gate) * (up + offset).
-  float alpha = 1, limit = 0, offset = 0;
+  // Of gated weights: gate * sigmoid(gate * (alpha + cubic * gate^2)) * (up + offset), within a limit > 0.
+  float alpha = 1, limit = 0, offset = 0, cubic = 0;
   const float* delta = nullptr;  // [M, N] that is added first
 };
 

@@ -53,11 +53,6 @@ inline F<Isa> exp(F<Isa> x) {
 }
 
 template <class Isa>
-inline F<Isa> silu(F<Isa> x) {
-  return Isa::div(x, Isa::add(Isa::set(1), exp<Isa>(Isa::sub(Isa::set(0), x))));
-}
-
-template <class Isa>
 __attribute__((noinline)) inline F<Isa> tanh(F<Isa> x) {  // rarely called: its callers stay small
   const F<Isa> e = exp<Isa>(Isa::add(x, x));
   return Isa::sub(Isa::set(1), Isa::div(Isa::set(2), Isa::add(e, Isa::set(1))));

@@ -56,8 +56,10 @@ def open(order: DrafterContext) -> LoadedDrafter:
     return open_network(order, "eagle")
 
 
-def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
-    """Load a network that runs as an EAGLE head, for the drafter `name`."""
+def open_network(
+    order: DrafterContext, name: str, drafter: type[EagleDrafter] | None = None
+) -> LoadedDrafter:
+    """Load a network that runs as an EAGLE head, for the drafter `name` of this class."""
     folder, manifest = open_own(order, name)
     check_draft_rows(order.limits, manifest)
     with FileCheck(folder, manifest.files, order.verify):
@@ -79,7 +81,7 @@ def open_network(order: DrafterContext, name: str) -> LoadedDrafter:
 
     def start(learned: SpecState) -> EagleDrafter:
         maximum = manifest.max_draft_tree_size
-        return EagleDrafter(
+        return (drafter or EagleDrafter)(
             caches=caches,
             learned=learned,
             limits=order.limits,
@@ -251,7 +253,7 @@ class EagleDrafter(KVDrafter):
                 position_ids=np.full(len(nodes), committed + level - 1),
                 tree_mask=mask[own, 1 : own[-1] + 1],
             )
-            wanted = Wanted(network=self._network, part=part)
+            wanted = Wanted(network=self._network, part=self._placed(part))
             result = yield wanted
             self._sharing = wanted.answers
             self._controller.set_batch_load(self.batch_load)  # other drafters may have set theirs
@@ -259,6 +261,10 @@ class EagleDrafter(KVDrafter):
             self._spent_ms += float(self._prices()[0][len(nodes) - 1])
             self._hidden_store[own] = result.hidden
             newest = self._add(pool, nodes, result)
+
+    def _placed(self, part: DraftPart) -> DraftPart:
+        """Hook for drafts whose tree nodes have other positions and masks."""
+        return part
 
     def _add(self, pool: CandidatePool, parents: I64, found: DraftResult) -> I64:
         log_probs = found.log_probs.astype(np.float64)

@@ -50,11 +50,11 @@ def router() -> ir.Function:
 def experts(name: str) -> ir.Function:
     """Sum of experts `ids` int64 [1, S, K] of x [1, S, H], weighted by `shares` [1, S, K].
 
-    An expert is down(min(g, limit) * sigmoid(alpha * min(g, limit)) * (u + offset)), with gates g
-    and ups u within +-limit: Swish with a limit of infinity. Weights by the kinds of linear
-    layers: [E, out, in]; codes [E, in, out] with scales [E, blocks, out]; codes [E, out, in] with
-    scales and minima [E, out, blocks], or one minimum of zero; FP4 in pairs [E, out, in / 2] with
-    scales [E, out, in / 32], or with FP8 scales [E, out, in / 16] and those of the experts [E].
+    An expert is down(g * sigmoid(g * (alpha + cubic * g^2)) * (u + offset)), with gates g up to
+    limit and ups u within +-limit (`edgellm.export.layers.experts.Gating`). Weights by the kinds of
+    linear layers: [E, out, in]; codes [E, in, out] with scales [E, blocks, out]; codes [E, out, in]
+    with scales and minima [E, out, blocks], or one minimum of zero; FP4 in pairs [E, out, in / 2]
+    with scales [E, out, in / 32], or with FP8 scales [E, out, in / 16] and those of experts [E].
     Biases are [E, out], or one zero [1, 1].
     `top_k` is K; block sizes are those of gates and ups, and of downs.
     """
@@ -81,7 +81,7 @@ def experts(name: str) -> ir.Function:
 
     inputs = [part + ending for part in _PARTS for ending in operands]
     biases = [f"{part}_bias" for part in _PARTS]
-    attributes = {"alpha": _FLOAT, "limit": _FLOAT, "offset": _FLOAT, "top_k": _INT}
+    attributes = dict.fromkeys(("alpha", "limit", "offset", "cubic"), _FLOAT) | {"top_k": _INT}
     if name in _BLOCKED:
         attributes |= {"block_size": _INT, "down_block_size": _INT}
     return local_function(name, " ".join(["x ids shares", *inputs, *biases]), body, attributes)
@@ -89,14 +89,16 @@ def experts(name: str) -> ir.Function:
 
 def _gated(op: Op, gate: ir.Value, up: ir.Value) -> ir.Value:
     """Both [E, S, I]."""
-    alpha, limit, offset = (
+    alpha, limit, offset, cubic = (
         op.CastLike(op.Constant(value_float=ir.RefAttr("value_float", name, _FLOAT)), gate)
-        for name in ("alpha", "limit", "offset")
+        for name in ("alpha", "limit", "offset", "cubic")
     )
     gate = op.Min(gate, limit)
     up = op.Max(op.Min(up, limit), op.Neg(limit))
-    swish = op.Mul(gate, op.Sigmoid(op.Mul(gate, alpha)))
-    return op.Mul(swish, op.Add(up, offset))
+    # Not cubic times the square, which overflows in float16.
+    slope = op.Add(alpha, op.Mul(op.Mul(cubic, gate), gate))
+    activated = op.Mul(gate, op.Sigmoid(op.Mul(gate, slope)))
+    return op.Mul(activated, op.Add(up, offset))
 
 
 def _share_of_each(op: Op, ids: ir.Value, shares: ir.Value, stored: ir.Value) -> ir.Value:

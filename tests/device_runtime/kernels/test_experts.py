@@ -14,6 +14,9 @@ from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 
 E, K, HIDDEN, INNER = 7, 3, 96, 48
 LIMITED = {"alpha": 1.7, "limit": 0.3, "offset": 1.0}
+_SLOPE = 2 * np.sqrt(2 / np.pi)
+GELU = {"alpha": _SLOPE, "cubic": 0.044715 * _SLOPE}
+GATINGS = {"swish": {}, "limited": LIMITED, "gelu": GELU}
 # Kind, block of gates and ups, block of downs, largest error of rounded inputs.
 KINDS = (
     ("int4", 32, 16, 0.02),
@@ -63,30 +66,38 @@ def chosen(rng, rows):
     return rng.standard_normal((1, rows, HIDDEN), np.float32), ids.astype(np.int64), shares
 
 
-def exact(gates, downs, x, ids, shares, biases=None, limits=None):
+def exact(gates, downs, x, ids, shares, biases=None, gating="swish"):
     y = np.zeros(x.shape[1:])
     inner, outer = biases if biases else (np.zeros((E, 2 * INNER)), np.zeros((E, HIDDEN)))
     for row, (taken, weights) in enumerate(zip(ids[0], shares[0], strict=True)):
         for expert, share in zip(taken, weights, strict=True):
             both = gates[expert].weight @ x[0, row] + inner[expert]
             gate, up = both.reshape(-1, 2, 16).transpose(1, 0, 2).reshape(2, -1)
-            if limits:
-                gate = np.minimum(gate, limits["limit"])
-                up = np.clip(up, -limits["limit"], limits["limit"]) + limits["offset"]
-            hidden = gate / (1 + np.exp(-gate * (limits["alpha"] if limits else 1))) * up
+            hidden = activated(gating, gate, up)
             y[row] += share * (downs[expert].weight @ hidden + outer[expert])
     return y
 
 
-@pytest.mark.parametrize("limits", [None, LIMITED], ids=["swish", "limited"])
+def activated(gating, gate, up):
+    """By the definitions of SwiGLU, gpt-oss and GELU's tanh form."""
+    if gating == "gelu":
+        return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    if gating == "swish":
+        return gate / (1 + np.exp(-gate)) * up
+    gate = np.minimum(gate, LIMITED["limit"])
+    up = np.clip(up, -LIMITED["limit"], LIMITED["limit"]) + LIMITED["offset"]
+    return gate / (1 + np.exp(-gate * LIMITED["alpha"])) * up
+
+
+@pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize(("kind", "block", "down_block", "error"), KINDS, ids=[k[0] for k in KINDS])
-def test_a_row_is_the_sum_of_its_experts(kind, block, down_block, error, limits, rng, tmp_path):
+def test_a_row_is_the_sum_of_its_experts(kind, block, down_block, error, gating, rng, tmp_path):
     gates, downs = cases(rng, kind, block, down_block)
     biases = [rng.standard_normal((E, width), np.float32) for width in (2 * INNER, HIDDEN)]
-    run = session(gates, downs, biases, path=tmp_path / "m.onnx", **(limits or {}))
+    run = session(gates, downs, biases, path=tmp_path / "m.onnx", **GATINGS[gating])
     x, ids, shares = chosen(rng, 12)
     y = run.run(None, {"x": x, "ids": ids, "shares": shares})[0][0]
-    expected = exact(gates, downs, x, ids, shares, biases, limits)
+    expected = exact(gates, downs, x, ids, shares, biases, gating)
     assert np.linalg.norm(y - expected) < error * np.linalg.norm(expected)
 
 
@@ -109,21 +120,35 @@ def test_results_are_batch_invariant(kind, rng):
     assert of(slice(0, 0)).shape == (0, HIDDEN)
 
 
+@pytest.mark.parametrize("gating", ["limited", "gelu"])
 @pytest.mark.parametrize("kind", ["int8", "float32"])
-def test_limits_have_the_same_bits_on_every_instruction_set(kind, rng):
+def test_gatings_have_the_same_bits_on_every_instruction_set(kind, gating, rng):
     case = cases(rng, kind, 32, 16)[0][0]
     x = rng.standard_normal((5, HIDDEN), np.float32)
-    reference = product("scalar", case, x, **LIMITED)
+    reference = product("scalar", case, x, **GATINGS[gating])
     for name in instruction_sets()[:-1]:
-        assert product(name, case, x, **LIMITED).tobytes() == reference.tobytes()
+        assert product(name, case, x, **GATINGS[gating]).tobytes() == reference.tobytes()
 
 
-def test_limits_keep_nan(rng):
+def test_gelu_of_large_gates_is_the_gate_or_zero(rng):
+    """The cube of a gate overflows before its activation does."""
+    case = cases(rng, "float32", 1, 1)[0][0]
+    x = np.float32([[1e15], [1e20]]) * rng.standard_normal(HIDDEN, np.float32)
+    gate, up = (case.weight @ x.astype(np.float64).T).reshape(-1, 2, 16, 2).transpose(1, 3, 0, 2)
+    expected = (np.maximum(gate, 0) * up).reshape(2, -1)[:1]
+    for name in instruction_sets():
+        y = product(name, case, x, **GELU)
+        np.testing.assert_allclose(y[:1], expected, rtol=1e-4, atol=1e-3 * np.abs(expected).max())
+        assert not np.isnan(y).any()
+
+
+@pytest.mark.parametrize("gating", ["limited", "gelu"])
+def test_gatings_keep_nan(gating, rng):
     case = cases(rng, "float32", 1, 1)[0][0]
     x = rng.standard_normal((2, HIDDEN), np.float32)
     x[1, 7] = np.nan
     for name in instruction_sets():
-        y = product(name, case, x, **LIMITED)
+        y = product(name, case, x, **GATINGS[gating])
         assert np.isnan(y[1]).all()
         assert np.isfinite(y[0]).all()
 

@@ -217,6 +217,7 @@ WAYS_OF = {
     "peagle": ["static", "lookups", "cost"],
     "mtp": ["static", "lookups", "cost"],
     "hybrid": ["lookups"],
+    "assistant": ["fixed", "lookups", "cost"],
 }
 
 

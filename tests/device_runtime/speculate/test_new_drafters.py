@@ -178,6 +178,6 @@ def test_a_network_of_a_new_shape_is_a_role_a_session_and_a_drafter(
 
 def test_without_the_file_there_is_none():
     with pytest.raises(
-        EdgeLLMError, match="--spec counting: give block, draft, eagle, medusa, mtp, peagle, ngram"
+        EdgeLLMError, match="--spec counting: give block, draft, eagle, gemma4_assistant, medusa"
     ):
         SpecFlags(spec="counting").read()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import NORMS
 from hypothesis import HealthCheck, Phase, given, note, settings
 from model_configs import configs
 from portable import open_commit
@@ -64,7 +65,7 @@ def reference(config: dict[str, Any]) -> PreTrainedModel | None:
         model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
         with torch.no_grad():
             for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith(("norm.weight", "layer_scalar")):
+                if name.endswith((*NORMS, "layer_scalar")):
                     parameter.uniform_(0.5, 1.5)
                 elif name.endswith(("bias", "sinks")):
                     parameter.normal_(0, 0.2)

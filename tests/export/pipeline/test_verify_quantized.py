@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
+from model_configs import GEMMA4_EXPERTS
 from quantized_layouts import LAYOUTS, write_checkpoint
 from safetensors.numpy import load_file, save_file
 
@@ -33,26 +34,35 @@ def floats(tmp_path_factory):
     return {
         kind: make_checkpoint(folder / kind, **models.find(kind).TINY)
         for kind in ("qwen3", "qwen3_moe", "granitemoe")
-    }
+    } | {"gemma4_text": make_checkpoint(folder / "gemma4_text", **GEMMA4_EXPERTS)}
+
+
+# Layers of an expert by the last name of the tensor of all experts.
+JOINED = {
+    "input_linear": ("gate", "up"),
+    "output_linear": ("down",),
+    "gate_up_proj": ("gate", "up"),
+    "down_proj": ("down",),
+}
 
 
 def with_experts_apart(source, folder):
-    """Granite's experts as quantizers write them: three layers of each."""
+    """Granite's and Gemma's experts as quantizers write them: three layers of each."""
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
-    for name in [name for name in tensors if "block_sparse_moe" in name and "_linear" in name]:
+    for name in [name for name, each in tensors.items() if each.ndim == 3]:
         mlp, _, layer = name.removesuffix(".weight").rpartition(".")
         for expert, stack in enumerate(tensors.pop(name)):
-            parts = {"input_linear": ("gate", "up"), "output_linear": ("down",)}[layer]
+            parts = JOINED[layer]
             for part, weight in zip(parts, np.split(stack, len(parts)), strict=True):
-                own = f"{mlp}.experts.{expert}.{part}_proj.weight"
+                own = f"{mlp.removesuffix('.experts')}.experts.{expert}.{part}_proj.weight"
                 tensors[own] = np.ascontiguousarray(weight)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def exported(source, folder, layout):
-    if source.name == "granitemoe":
+    if source.name in ("granitemoe", "gemma4_text"):
         source = with_experts_apart(source, folder / "apart")
     write_checkpoint(source, folder / "checkpoint", LAYOUTS[layout])
     checkpoint = open_checkpoint(str(folder / "checkpoint"))
@@ -66,7 +76,8 @@ def difference(verdict):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("qwen3", name) for name in ("int4", "fp8", "awq", "gptq-order", "ct-int4", "w8a16", "nvfp4")]
-    + [("qwen3_moe", "awq"), ("qwen3_moe", "ct-nvfp4"), ("granitemoe", "ct-fp8")],
+    + [("qwen3_moe", "awq"), ("qwen3_moe", "ct-nvfp4"), ("granitemoe", "ct-fp8")]
+    + [("gemma4_text", "ct-int4")],
 )
 def test_the_graph_equals_the_dequantized_weights(kind, layout, floats, tmp_path):
     checkpoint, manifest = exported(floats[kind], tmp_path, layout)

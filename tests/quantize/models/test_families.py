@@ -51,11 +51,23 @@ CASES = [(kind, "int4_awq") for kind in FAMILIES if kind not in OTHERS_SHOW] + [
     for kind, scheme in product(("cohere2", "gemma2", "olmo2", "phi3", "starcoder2"), WORST)
     if scheme != "int4_awq"
 ]
-CASES += [("gemma4_text", "int8_sq")]
+CASES += [("gemma4_text", "int8_sq"), ("gemma4_experts", "int4_awq")]
 CASES += [("qwen3_moe", "nvfp4"), ("mixtral", "int8_sq"), ("qwen2_moe", "fp8")]
 ANSWERS = ("lfm2", "phi3")  # layers that need the whole sequence, and layers with a KV cache
 PROMPTS, TOKENS, END = ((9, 10, 50, 11), (31, 12, 80), (40, 41, 42, 43, 9)), 6, 2
 ENGINES = ("cohere2", "gemma3_text", "phi3", "granitemoe")
+# Architectures, and changes of their tiny configs.
+VARIANTS = {
+    "gemma4_experts": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 96,
+        },
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +83,8 @@ def test_every_architecture_is_a_family():
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, scheme):
     """Report, transformers with dequantized weights, and the bundle's graph agree."""
-    model = make_model(tmp_path / "model", kind)
+    architecture, changes = VARIANTS.get(kind, (kind, {}))
+    model = make_model(tmp_path / "model", architecture, **changes)
     asks = {"answers": str(_questions(tmp_path, monkeypatch))} if kind in ANSWERS else {}
     job = make_job(model, text, tmp_path / "quantized", scheme, num_samples=4, **asks)
     quality, rows, whole = *_run(job), _transformers(model)

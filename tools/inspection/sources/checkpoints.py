@@ -18,6 +18,7 @@ from edgellm.tools.inspection.sources.provenance import of_checkpoint
 from edgellm.tools.inspection.sources.tensors import VISION, Contents, Tensor, layer_of, part_of
 
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "moe_num_experts")
+_TAKEN_COUNTS = ("num_experts_per_tok", "moe_k", "top_k_experts")
 _OF_EXPERTS = re.compile(r"\.experts\.|block_sparse_moe\.(?:in|out)put_linear\.")
 LOADS_AS = "floats in two bytes, as stored by edgellm-export --dtype fp16; the rest as it is"
 FLOAT_BYTES = 2
@@ -106,7 +107,7 @@ def _tensors(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> Iterato
 
 def _expert_share(config: Mapping[str, Any]) -> float:
     """Return the share of experts that a token uses."""
-    taken = _number(config, "num_experts_per_tok") or _number(config, "moe_k")
+    taken = next((count for key in _TAKEN_COUNTS if (count := _number(config, key))), 0)
     counts = (_number(config, key) for key in _EXPERT_COUNTS)
     count = next((count for count in counts if count), 0)
     return min(1.0, taken / count) if taken and count else 1.0
