@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,11 +12,12 @@ class ThinkForm:
     opening: str
     closing: str
     wraps: tuple[tuple[str, str], ...] = ()  # tags that may enclose the output after the reasoning
+    label: str = ""  # end of `opening` that is text after a special token
 
     @property
     def shown(self) -> tuple[str, str]:
         """Special tokens that must be part of the output text."""
-        return self.opening, self.closing
+        return self.opening.removesuffix(self.label), self.closing
 
 
 _FORMS = (
@@ -24,6 +25,7 @@ _FORMS = (
         "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
     ),
     ThinkForm("[THINK]", "[/THINK]"),
+    ThinkForm("<|channel>thought", "<channel|>", label="thought"),  # Gemma 4
     ThinkForm("<think>", "</think>", (("<answer>", "</answer>"), ("<response>", "</response>"))),
 )
 # Of gpt-oss, whose messages have channels.
@@ -37,7 +39,7 @@ def find(template: str) -> ThinkForm | None:
     for form in _FORMS:
         if form.opening in template or form.closing in template:
             wraps = tuple(wrap for wrap in form.wraps if wrap[0] in template)
-            return ThinkForm(form.opening, form.closing, wraps)
+            return replace(form, wraps=wraps)
     return None
 
 
