@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkForm:
     """Marks of a family."""
 
@@ -22,11 +22,17 @@ class ThinkForm:
 
 _FORMS = (
     ThinkForm(
-        "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
+        opening="<|START_THINKING|>",
+        closing="<|END_THINKING|>",
+        wraps=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"),),
     ),
-    ThinkForm("[THINK]", "[/THINK]"),
-    ThinkForm("<|channel>thought", "<channel|>", label="thought"),  # Gemma 4
-    ThinkForm("<think>", "</think>", (("<answer>", "</answer>"), ("<response>", "</response>"))),
+    ThinkForm(opening="[THINK]", closing="[/THINK]"),
+    ThinkForm(opening="<|channel>thought", closing="<channel|>", label="thought"),  # Gemma 4
+    ThinkForm(
+        opening="<think>",
+        closing="</think>",
+        wraps=(("<answer>", "</answer>"), ("<response>", "</response>")),
+    ),
 )
 # Of gpt-oss, whose messages have channels.
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"

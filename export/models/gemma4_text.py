@@ -20,6 +20,7 @@ from edgellm.export.config.layer_types import (
     FULL,
     SLIDING,
     AttentionKind,
+    CausalKind,
     LayerKV,
     every,
     read_layer_types,
@@ -88,12 +89,16 @@ class Config(gemma2.Config):
     per_layer_vocab_size: int = 0
     has_double_wide_mlp: bool = False  # in layers with shared KV
     has_equal_kv: bool = False  # values are keys before their norm and RoPE, in global layers
+    # In sliding layers the tokens of an image attend to each other; global layers are causal.
+    has_bidirectional_images: bool = False
+    pad_token_id: int = 0  # whose embedding for each layer images have
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json; those of vision-language models have few keys."""
         reader.assume(**_DEFAULTS)
-        reader.expect("use_bidirectional_attention", "vision")  # of images alone
+        reader.expect("use_bidirectional_attention", "vision")
+        attention = reader.optional("use_bidirectional_attention", str)
         bias = reader.read("attention_bias", bool, False)
         config = cls.read(
             reader,
@@ -108,6 +113,8 @@ class Config(gemma2.Config):
             per_layer_vocab_size=reader.positive("vocab_size_per_layer_input"),
             has_double_wide_mlp=reader.read("use_double_wide_mlp", bool, False),
             has_equal_kv=reader.read("attention_k_eq_v", bool, False),
+            has_bidirectional_images=attention is not None,
+            pad_token_id=reader.read("pad_token_id", int, 0),
         )
         assert isinstance(config, cls)
         config._check(reader)
@@ -140,8 +147,11 @@ class Config(gemma2.Config):
         thetas = {kind: _ROPES[kind]["rope_theta"] for kind in _ROPES}
         ropes = read_ropes(reader, thetas, sizes, self.max_position_embeddings, _ROPE_TRAITS)
         sources = _sources(types, reader.read("num_kv_shared_layers", int, 0))
+        of_type: dict[str, type[AttentionKind]] = dict.fromkeys(types, AttentionKind)
+        if self.has_bidirectional_images:
+            of_type[FULL] = CausalKind
         return tuple(
-            AttentionKind(ropes[kind], window_of(kind, window), LayerKV(*heads[kind], source))
+            of_type[kind](ropes[kind], window_of(kind, window), LayerKV(*heads[kind], source))
             for kind, source in zip(types, sources, strict=True)
         )
 
@@ -351,6 +361,13 @@ class Model(gemma2.Model):
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)
+        self.pad_token_id = config.pad_token_id
+        is_token = 0 <= config.pad_token_id < config.vocab_size
+        if config.images is not None and not is_token:
+            raise UnsupportedModelError(
+                f"config.json: pad_token_id = {config.pad_token_id} is no token of the model",
+                hint=_REMEDY,
+            )
         self.per_layer_inputs = (
             PerLayerInputs(config, weights / "model") if config.per_layer_size else None
         )
@@ -364,6 +381,8 @@ class Model(gemma2.Model):
         """See `llama.Model`; the embeddings for each layer are shared values."""
         x = super().embed(op, input_ids, state)
         if self.per_layer_inputs is not None:
+            if state.images is not None:
+                input_ids = state.images.text_ids(op, input_ids, self.pad_token_id)
             for layer, value in enumerate(self.per_layer_inputs(op, input_ids, x)):
                 state.shared[_input_name(layer)] = value
         return x
