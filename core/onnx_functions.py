@@ -15,6 +15,7 @@ SINK_ATTENTION = "CachedAttentionWithSinks"  # the same, with a score for each h
 ROTARY_TABLES = "RotaryTables"  # of all positions
 VISIBLE_SLOTS = "VisibleSlots"  # attended to by each token: earlier ones, tree ancestors
 VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"
+VISIBLE_BEFORE = "VisibleSlotsBefore"  # as VISIBLE_SLOTS, but no later tokens, whatever the mask
 VISIBLE_BOTH_WAYS = "VisibleSlotsBothWays"  # of encoders: earlier and later ones of the text
 VISIBLE_AROUND = "VisibleSlotsAround"  # the same, in a window before and after a token
 CONVOLUTION = "RecurrentConvolution"  # of each token with its ancestors

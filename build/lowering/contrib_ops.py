@@ -112,11 +112,13 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
         graph.cursor = node
         q, k, v, *mask = node.inputs
         heads = node.attributes["q_num_heads"].as_int()
+        scale = node.attributes.get_float("scale", None)
         y = graph.node(
             "MultiHeadAttention",
             [q, k, v, *([None, None, *mask] if mask else [])],
             domain=CONTRIB,
             num_heads=heads,
+            **({} if scale is None else {"scale": scale}),
         )
         graph.replace(node.outputs[0], y)
 

@@ -93,7 +93,9 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         for index, item in enumerate(self.content):
             where = f"{place}.content[{index}]"
             if item.type not in _ARTICLE:
-                raise RequestError(f"{where}: {item.type} is not supported")
+                raise RequestError(
+                    f"{where}: {item.type} is not supported", hint="send its transcript as text"
+                )
             if getattr(item, item.type) is None:
                 raise RequestError(f"{where}: {_ARTICLE[item.type]} item needs `{item.type}`")
         return self.content

@@ -75,8 +75,8 @@ def after_thinking(grammar: str, thinking: Thinking | Channels) -> str:
         return _in_final_channel(grammar, thinking)
     marks = dict(thinking.ids)
     opening = json.dumps(thinking.opening)
-    if thinking.opening in marks:
-        opening += f" | <[{marks[thinking.opening]}]>"
+    if any(mark in thinking.opening for mark in marks):
+        opening += f" | {expression(thinking.opening, marks)}"
     lines = [
         "start: thought GAP @form" if thinking.is_inside else "start: (opening thought GAP)? @form",
         f"opening: {opening}",

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkForm:
     """Marks of a family."""
 
     opening: str
     closing: str
     wraps: tuple[tuple[str, str], ...] = ()  # tags that may enclose the output after the reasoning
+    label: str = ""  # end of `opening` that is text after a special token
 
     @property
     def shown(self) -> tuple[str, str]:
         """Special tokens that must be part of the output text."""
-        return self.opening, self.closing
+        return self.opening.removesuffix(self.label), self.closing
 
 
 _FORMS = (
     ThinkForm(
-        "<|START_THINKING|>", "<|END_THINKING|>", (("<|START_RESPONSE|>", "<|END_RESPONSE|>"),)
+        opening="<|START_THINKING|>",
+        closing="<|END_THINKING|>",
+        wraps=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"),),
     ),
-    ThinkForm("[THINK]", "[/THINK]"),
-    ThinkForm("<think>", "</think>", (("<answer>", "</answer>"), ("<response>", "</response>"))),
+    ThinkForm(opening="[THINK]", closing="[/THINK]"),
+    ThinkForm(opening="<|channel>thought", closing="<channel|>", label="thought"),  # Gemma 4
+    ThinkForm(
+        opening="<think>",
+        closing="</think>",
+        wraps=(("<answer>", "</answer>"), ("<response>", "</response>")),
+    ),
 )
 # Of gpt-oss, whose messages have channels.
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
@@ -37,7 +45,7 @@ def find(template: str) -> ThinkForm | None:
     for form in _FORMS:
         if form.opening in template or form.closing in template:
             wraps = tuple(wrap for wrap in form.wraps if wrap[0] in template)
-            return ThinkForm(form.opening, form.closing, wraps)
+            return replace(form, wraps=wraps)
     return None
 
 

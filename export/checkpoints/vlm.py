@@ -25,9 +25,9 @@ class _Family:
     other_keys: tuple[str, ...] = ()
     interleaves_axes: bool = False  # of M-RoPE, even if its config does not state it
     omits_tying: bool = False  # without `tie_word_embeddings` the text model's default counts
-    is_text_only: bool = False  # its encoder is not supported
-    # Key of an image's tokens if these attend to each other
-    bidirectional_key: str = ""
+    # Key of an image's tokens, and its default, if these may attend to each other
+    bidirectional: tuple[str, int] | None = None
+    states_attention: bool = False  # of the text config: whether they do
 
 
 _QWEN_KEYS = (
@@ -39,8 +39,12 @@ _QWEN_KEYS = (
     "vision_token_id",
 )
 _FAMILIES = {
-    "gemma3": _Family(omits_tying=True, bidirectional_key="mm_tokens_per_image"),
-    "gemma4": _Family(omits_tying=True, is_text_only=True),
+    "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
+    "gemma4": _Family(
+        omits_tying=True,
+        bidirectional=("vision_soft_tokens_per_image", 280),
+        states_attention=True,
+    ),
     "qwen2_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen2_5_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen3_vl": _Family(text_type="qwen3", interleaves_axes=True),
@@ -75,12 +79,12 @@ _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", 
 def is_vlm(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a visual encoder."""
     config = checkpoint.config
-    return config.get("model_type") in supported() and "vision_config" in config
+    return config.get("model_type") in supported() and config.get("vision_config") is not None
 
 
 def supported() -> list[str]:
     """The model types of vision-language models."""
-    return sorted(name for name, family in _FAMILIES.items() if not family.is_text_only)
+    return sorted(_FAMILIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,11 +221,19 @@ def _image_spec(reader: ConfigReader) -> ImageSpec:
     if token_id is None:
         token_id = reader.read("image_token_id", int)
     indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
-    key = _FAMILIES[model_type].bidirectional_key
-    tokens = reader.positive(key, 256) if key else 0
     return ImageSpec(
         model_type=model_type,
         token_id=token_id,
         num_deepstack=len(indexes),
-        bidirectional_tokens=tokens,
+        bidirectional_tokens=_bidirectional_tokens(reader, _FAMILIES[model_type]),
     )
+
+
+def _bidirectional_tokens(reader: ConfigReader, family: _Family) -> int:
+    """Maximum tokens of an image, if they attend to each other; else 0."""
+    if family.bidirectional is None:
+        return 0
+    text = ConfigReader(reader.read("text_config", dict, {}))
+    if family.states_attention and text.optional("use_bidirectional_attention", str) is None:
+        return 0
+    return reader.positive(*family.bidirectional)

@@ -203,6 +203,17 @@ class Weights:
         full, numpy_type = self._prefix + name, ONNX_TYPES[dtype].numpy()
         return lambda: np.frombuffer(read_whole(self._source, full), numpy_type).reshape(shape)
 
+    def number(self, name: str) -> float:
+        """The first number of a tensor, read now; it may be infinite or NaN."""
+        info = self.info(name)
+        value = self.array(name, info.shape if info else (), info.dtype if info else "F32")()
+        if not value.size:
+            raise BrokenArtifactError(
+                f"tensor {self._prefix}{name} is empty",
+                hint="the checkpoint is damaged; fetch it again",
+            )
+        return float(value.astype(np.float32).reshape(-1)[0])
+
     def blocks(
         self, name: str, shape: tuple[int, ...], block_bytes: int
     ) -> Callable[[], Iterator[np.ndarray]]:

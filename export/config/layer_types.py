@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.reader import ConfigReader
@@ -30,11 +31,19 @@ class AttentionKind:
     rope: Rope | None  # None: NoPE
     window: int | None = None  # tokens that a token attends to, itself included; None: all
     kv: LayerKV | None = None  # None: of the config's sizes, its own
+    # Image tokens attend to no later ones, even if those of other layers attend to each other.
+    causal_images: ClassVar[bool] = False
 
     @property
     def source(self) -> int | None:
         """The layer whose keys and values it reads; None: its own."""
         return self.kv.source if self.kv is not None else None
+
+
+class CausalKind(AttentionKind):
+    """Attention of layers that are causal for images, too."""
+
+    causal_images = True
 
 
 def read_layer_types(

@@ -50,7 +50,7 @@ def read_indices(vision: ConfigReader, key: str, default: tuple[int, ...]) -> tu
     return tuple(indices)
 
 
-def read_theta(vision: ConfigReader) -> float:
+def read_theta(vision: ConfigReader, default: float = 1e4) -> float:
     """The base of a 2-D RoPE, in either of its places; transformers reads `default` as `axial`.
 
     Raises:
@@ -58,7 +58,7 @@ def read_theta(vision: ConfigReader) -> float:
     """
     rope = ConfigReader(vision.read("rope_parameters", dict, {}))
     rope.expect("rope_type", "axial", "default")
-    theta = rope.read("rope_theta", float, vision.read("rope_theta", float, 1e4))
+    theta = rope.read("rope_theta", float, vision.read("rope_theta", float, default))
     rope.finish()
     return theta
 

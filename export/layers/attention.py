@@ -59,7 +59,7 @@ class PassState:
     is_causal: bool = True  # False: all tokens of a pass attend to each other
     images: ImageRows | None = None
     recurrences: Recurrences | None = None  # of recurrent layers
-    visible: dict[int | None, ir.Value] = field(default_factory=dict)  # by window, bool [S, C]
+    visible: dict[tuple[int | None, bool], ir.Value] = field(default_factory=dict)  # bool [S, C]
     # By id of a rope, cos and sin [C, R / 2]; of M-RoPE [1, S, R / 2].
     tables: dict[int, tuple[ir.Value, ir.Value]] = field(default_factory=dict)
     shared: dict[str, ir.Value] = field(default_factory=dict)  # see `once`
@@ -69,23 +69,31 @@ class PassState:
 
     def prepare(self) -> None:
         """Append nodes that layers share: RoPE tables and masks."""
-        op, tree_mask = self.op, self.tree_mask
+        op = self.op
         with op.scope("shared"):
             capacity = op.Shape(self.past[past_name(0, "key")], start=2, end=3)
             slots = op.Range(
                 op.constant(np.int64(0)), op.Squeeze(capacity), op.constant(np.int64(1))
             )
             for kind in filter(None, self.kinds):
-                rope, window = kind.rope, kind.window
+                rope = kind.rope
                 if rope is not None and id(rope) not in self.tables:
                     self.tables[id(rope)] = self._rope_tables(rope, slots, capacity)
-                if window not in self.visible:
-                    seen = visible_slots if self.is_causal else visible_both_ways
-                    masks = (tree_mask,) if self.is_causal else ()
-                    self.visible[window] = call(
-                        op, seen(windowed=window is not None),
-                        *masks, self.position_ids, self.write_index, slots, window=window,
-                    )  # fmt: skip
+                if self._mask_of(kind) not in self.visible:
+                    self.visible[self._mask_of(kind)] = self._visible(kind, slots)
+
+    def _mask_of(self, kind: AttentionKind) -> tuple[int | None, bool]:
+        """Key of a layer's mask: its window, and whether images are causal in this layer alone."""
+        return kind.window, kind.causal_images and self.images is not None
+
+    def _visible(self, kind: AttentionKind, slots: ir.Value) -> ir.Value:
+        """The mask of layers of a kind, bool [S, C]."""
+        (window, causal), tail = self._mask_of(kind), (self.position_ids, self.write_index, slots)
+        windowed = window is not None
+        if not self.is_causal:
+            return call(self.op, visible_both_ways(windowed=windowed), *tail, window=window)
+        function = visible_slots(windowed=windowed, causal=causal)
+        return call(self.op, function, self.tree_mask, *tail, window=window)
 
     def once(self, name: str, make: Callable[[], ir.Value]) -> ir.Value:
         """A value that an architecture computes once for all layers."""
@@ -148,7 +156,7 @@ class PassState:
         source = layer if kind.source is None else kind.source
         cache, (k, v) = self._cache(source), self.rows[source]
         past = [self.past[past_name(cache, part)] for part in ("key", "value")]
-        rope, seen = kind.rope, self.visible[kind.window]
+        rope, seen = kind.rope, self.visible[self._mask_of(kind)]
         given = {
             "num_heads": num_heads,
             "kv_num_heads": self.heads_of(layer)[0],

@@ -37,6 +37,12 @@ class ImageRows:
             found = op.Gather(self.embeds, self._rows, axis=0)
         return op.Where(self._is_image, found, table(op, text))
 
+    def text_ids(self, op: Op, token_ids: ir.Value, other: int) -> ir.Value:
+        """token_ids int64 [1, S] of `embed`, with `other` in place of images."""
+        with op.scope("images"):
+            is_image = op.Squeeze(self._is_image, op.constant([2]))
+            return op.Where(is_image, op.constant(np.int64(other)), token_ids)
+
     def add_deepstack(self, op: Op, x: ir.Value, layer: int) -> ir.Value:
         """X [1, S, H] after a layer -> with that layer's features at image rows."""
         if self.deepstack is None or layer >= self.num_deepstack:

@@ -51,6 +51,7 @@ class PatchState:
     cos: ir.Value  # [1, P, D / 2]
     sin: ir.Value
     windows: Windows | None
+    scale: float | None = None  # of the scores; None: 1 / sqrt(D)
 
     def attend(self, q: ir.Value, k: ir.Value, v: ir.Value, *, windowed: bool) -> ir.Value:
         """Apply RoPE, then attend to all patches or to those of the window; all [1, P, d]."""
@@ -58,7 +59,7 @@ class PatchState:
             self.op.RotaryEmbedding(x, self.cos, self.sin, num_heads=self.num_heads) for x in (q, k)
         )
         if not windowed or self.windows is None:
-            return attend(self.op, q, k, v, self.num_heads)
+            return attend(self.op, q, k, v, self.num_heads, scale=self.scale)
         return self._attend_in_windows(self.windows, q, k, v)
 
     def _attend_in_windows(
@@ -67,7 +68,7 @@ class PatchState:
         op = self.op
         apart = op.constant([-1, windows.size, self.size])
         q, k, v = (op.Reshape(op.Gather(x, windows.slots, axis=1), apart) for x in (q, k, v))
-        y = attend(op, q, k, v, self.num_heads, windows.mask)  # [W, Z, d]
+        y = attend(op, q, k, v, self.num_heads, windows.mask, scale=self.scale)  # [W, Z, d]
         return op.Gather(op.Reshape(y, op.constant([1, -1, self.size])), windows.rows, axis=1)
 
 
@@ -95,11 +96,19 @@ class PatchEmbedding:
 
 
 def attend(
-    op: Op, q: ir.Value, k: ir.Value, v: ir.Value, num_heads: int, mask: ir.Value | None = None
+    op: Op,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    num_heads: int,
+    mask: ir.Value | None = None,
+    *,
+    scale: float | None = None,
 ) -> ir.Value:
-    """Bidirectional attention; all [batch, rows, d], `mask` additive."""
+    """Bidirectional attention; all [batch, rows, d], `mask` additive, `scale` of the scores."""
     inputs = (q, k, v) if mask is None else (q, k, v, mask)
-    return op.Attention(*inputs, q_num_heads=num_heads, kv_num_heads=num_heads)
+    given = {} if scale is None else {"scale": scale}
+    return op.Attention(*inputs, q_num_heads=num_heads, kv_num_heads=num_heads, **given)
 
 
 def rotary_tables(
@@ -135,3 +144,23 @@ def interpolate(op: Op, table: ir.Value, index: ir.Value, weight: ir.Value) -> i
     if table.dtype != op.dtype:  # after the look-up, as in `Embedding`
         neighbours = op.Cast(neighbours, to=int(op.dtype))
     return op.ReduceSum(op.Mul(neighbours, shares), op.constant([0]), keepdims=1)
+
+
+def average_blocks(
+    op: Op, x: ir.Value, count: int, size: int, dtype: ir.DataType | None = None
+) -> ir.Value:
+    """Averages of `count` consecutive rows: [..., size] -> [blocks, size].
+
+    `dtype`: of x; default: that of activations.
+    """
+    apart = op.Reshape(x, op.constant([-1, count, size]))
+    # A product, since not all backends reduce over an axis
+    shares = op.constant(np.full((1, 1, count), 1 / count), dtype or op.dtype)
+    return op.Reshape(op.MatMul(shares, apart), op.constant([-1, size]))
+
+
+def channels_last(op: Op, patches: ir.Value, patch_size: int) -> ir.Value:
+    """Patches of one frame [P, 3 * p * p] -> [1, P, p * p * 3]."""
+    apart = op.Reshape(patches, op.constant([-1, 3, patch_size**2]))
+    pixels = op.Transpose(apart, perm=[0, 2, 1])
+    return op.Reshape(pixels, op.constant([1, -1, 3 * patch_size**2]))

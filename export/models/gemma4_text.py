@@ -23,6 +23,7 @@ from edgellm.export.config.layer_types import (
     FULL,
     SLIDING,
     AttentionKind,
+    CausalKind,
     LayerKV,
     every,
     read_layer_types,
@@ -92,12 +93,16 @@ class Config(gemma2.Config):
     has_double_wide_mlp: bool = False  # in layers with shared KV
     has_equal_kv: bool = False  # values are keys before their norm and RoPE, in global layers
     routing: Routing | None = None  # None: no experts
+    # In sliding layers the tokens of an image attend to each other; global layers are causal.
+    has_bidirectional_images: bool = False
+    pad_token_id: int = 0  # whose embedding for each layer images have
 
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json; those of vision-language models have few keys."""
         reader.assume(**_DEFAULTS)
-        reader.expect("use_bidirectional_attention", "vision")  # of images alone
+        reader.expect("use_bidirectional_attention", "vision")
+        attention = reader.optional("use_bidirectional_attention", str)
         bias = reader.read("attention_bias", bool, False)
         config = cls.read(
             reader,
@@ -113,6 +118,8 @@ class Config(gemma2.Config):
             has_double_wide_mlp=reader.read("use_double_wide_mlp", bool, False),
             has_equal_kv=reader.read("attention_k_eq_v", bool, False),
             routing=_read_routing(reader),
+            has_bidirectional_images=attention is not None,
+            pad_token_id=reader.read("pad_token_id", int, 0),
         )
         assert isinstance(config, cls)
         config._check()
@@ -143,8 +150,11 @@ class Config(gemma2.Config):
         thetas = {kind: _ROPES[kind]["rope_theta"] for kind in _ROPES}
         ropes = read_ropes(reader, thetas, sizes, self.max_position_embeddings, PROPORTIONAL_ROPE)
         sources = _sources(types, reader.read("num_kv_shared_layers", int, 0))
+        of_type: dict[str, type[AttentionKind]] = dict.fromkeys(types, AttentionKind)
+        if self.has_bidirectional_images:
+            of_type[FULL] = CausalKind
         return tuple(
-            AttentionKind(ropes[kind], window_of(kind, window), LayerKV(*heads[kind], source))
+            of_type[kind](ropes[kind], window_of(kind, window), LayerKV(*heads[kind], source))
             for kind, source in zip(types, sources, strict=True)
         )
 
@@ -427,6 +437,13 @@ class Model(gemma2.Model):
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config, weights)
+        self.pad_token_id = config.pad_token_id
+        is_token = 0 <= config.pad_token_id < config.vocab_size
+        if config.images is not None and not is_token:
+            raise UnsupportedModelError(
+                f"config.json: pad_token_id = {config.pad_token_id} is no token of the model",
+                hint=_REMEDY,
+            )
         self.per_layer_inputs = (
             PerLayerInputs(config, weights / "model") if config.per_layer_size else None
         )
@@ -440,6 +457,8 @@ class Model(gemma2.Model):
         """See `llama.Model`; the embeddings for each layer are shared values."""
         x = super().embed(op, input_ids, state)
         if self.per_layer_inputs is not None:
+            if state.images is not None:
+                input_ids = state.images.text_ids(op, input_ids, self.pad_token_id)
             for layer, value in enumerate(self.per_layer_inputs(op, input_ids, x)):
                 state.shared[_input_name(layer)] = value
         return x

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from edgellm.core import graph_io
@@ -19,6 +18,7 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.visual import check_heads, language_size, read_activation, read_square
 from edgellm.export.layers.norm import ShiftedRMSNorm
+from edgellm.export.layers.patches import average_blocks
 from edgellm.export.layers.tiles import pixel_shuffle
 from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3
@@ -107,12 +107,7 @@ class Projector:
         config = self.config
         with op.scope("multi_modal_projector"):
             blocks = pixel_shuffle(op, x, config.side, config.shuffle, config.size)
-            count = config.shuffle**2
-            apart = op.Reshape(blocks, op.constant([-1, count, config.size]))
-            # A product, since not all backends reduce over an axis
-            shares = op.constant(np.full((1, 1, count), 1 / count), op.dtype)
-            pooled = op.MatMul(shares, apart)
-            rows = op.Reshape(pooled, op.constant([-1, config.size]))
+            rows = average_blocks(op, blocks, config.shuffle**2, config.size)
         normed = self.mm_soft_emb_norm(op, rows)
         with op.scope("multi_modal_projector"):
             shape = config.size, config.out_size

@@ -21,6 +21,7 @@ from edgellm.export.config.visual import check_heads, language_size, read_activa
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import FeedForward
 from edgellm.export.layers.norm import LayerNorm
+from edgellm.export.layers.patches import channels_last
 from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3
 
@@ -139,9 +140,7 @@ class Embeddings:
         """Append the layer; patches [P, 3*p*p], shares [P, G^2] -> [1, P, d]."""
         config = self.config
         with op.scope("embeddings"):
-            apart = op.Reshape(patches, op.constant([-1, 3, config.patch_size**2]))
-            pixels = op.Transpose(apart, perm=[0, 2, 1])  # the weights have channels last
-            rows = op.Reshape(pixels, op.constant([1, -1, 3 * config.patch_size**2]))
+            rows = channels_last(op, patches, config.patch_size)
         x = self.patch_embedding(op, rows)
         with op.scope("position_embedding"):
             shape = config.position_grid**2, config.size

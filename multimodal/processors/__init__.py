@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "lfm2_vl": "lfm2_vl",

@@ -29,14 +29,19 @@ class PixelRules:
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
         resample: Image.Resampling,
+        *,
+        normalizes: bool = True,
     ) -> PixelRules:
         """Read the settings that all families share; the arguments are the family's defaults.
+
+        Normalization may be disabled if `normalizes` is False.
 
         Raises:
             UnsupportedModelError: a step is disabled, or a value is invalid.
         """
-        for step in ("do_resize", "do_rescale", "do_normalize"):
+        for step in ("do_resize", "do_rescale", *(["do_normalize"] if normalizes else [])):
             settings.expect(step, True)
+        normalizes = settings.read("do_normalize", bool, normalizes)
         settings.expect("do_center_crop", False)
         code = settings.read("resample", int, int(resample))
         if code not in list(Image.Resampling):
@@ -47,7 +52,8 @@ class PixelRules:
         if not np.all(stds > 0):
             raise settings.fault("image_std", stds.tolist(), "is not positive")
         scaled = (np.arange(256) * scale).astype(np.float32)
-        return cls(Image.Resampling(code), (scaled - means[:, None]) / stds[:, None])
+        table = (scaled - means[:, None]) / stds[:, None] if normalizes else np.tile(scaled, (3, 1))
+        return cls(Image.Resampling(code), table)
 
     def resized(self, image: Image.Image, width: int, height: int) -> Image.Image:
         """The image with the checkpoint's filter, in bytes."""

@@ -28,6 +28,7 @@ _FAMILIES = [
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|channel>", "<channel|>"),  # Gemma 4, whose thoughts begin with `thought`
 ]
 _HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}"

@@ -61,6 +61,10 @@ _QWEN3_5_VISION = {
     "depth": 1, "hidden_size": 32, "out_hidden_size": HIDDEN, "num_heads": 2, "patch_size": 4,
     "intermediate_size": 32,
 }  # fmt: skip
+_GEMMA4 = {
+    **_TEXT, "head_dim": 32, "global_head_dim": 48, "sliding_window": 8,
+    "layer_types": [*["sliding_attention", "full_attention"] * 2],
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {
@@ -68,6 +72,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "layer_types": [*["sliding_attention", "full_attention"] * 2],
         },
         "vision_config": _TILES, "mm_tokens_per_image": 16,
+    },
+    "gemma4": {
+        "text_config": {
+            **_GEMMA4, "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY,
+        },
+        "vision_config": {**_VISION_LAYERS, "num_key_value_heads": 2, "patch_size": 4},
+        "video_token_id": 8, "audio_token_id": 7, "initializer_range": 0.2,
+    },
+    "gemma4_31b": {
+        "text_config": {
+            **_GEMMA4, "use_bidirectional_attention": "vision", "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        },
+        "vision_config": {**_VISION_LAYERS, "num_key_value_heads": 2, "patch_size": 4},
+        "video_token_id": 8, "audio_token_id": 7, "initializer_range": 0.2,
     },
     "qwen2_vl": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION
@@ -128,6 +148,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
 }  # fmt: skip
+_MODEL_TYPES = {"gemma4_31b": "gemma4"}  # of other forms of a family
 
 
 @dataclass(frozen=True)
@@ -159,8 +180,9 @@ def _save(family: str, folder: Path) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
+    model_type = _MODEL_TYPES.get(family, family)
     config = AutoConfig.for_model(
-        family, **CONFIGS[family], image_token_id=IMAGE_TOKEN, tie_word_embeddings=False
+        model_type, **CONFIGS[family], image_token_id=IMAGE_TOKEN, tie_word_embeddings=False
     )
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -183,7 +205,7 @@ def exported(request, tmp_path_factory):
 
 
 def test_every_vision_language_family_is_tested():
-    assert sorted(CONFIGS) == vlm.supported()
+    assert sorted({_MODEL_TYPES.get(name, name) for name in CONFIGS}) == vlm.supported()
 
 
 @pytest.fixture(scope="module", params=["portable", "engine", "cuda"])
@@ -193,8 +215,9 @@ def session(request, exported) -> DecoderNetwork:
         return open_portable(bundle, CAPACITY)
     engine = bundle.parent / request.param
     if request.param == "cuda":
-        if load_bundle(bundle, LLM_BUNDLE).decoder.recurrent is not None:
-            pytest.skip("recurrent layers run on the CPU")
+        spec = load_bundle(bundle, LLM_BUNDLE).decoder
+        if spec.recurrent is not None or not spec.has_uniform_layers:
+            pytest.skip("recurrent layers and those of several sizes run on the CPU")
         cuda_on_cpu.build_base(
             bundle, engine, Plan(max_input_len=48, kv_capacity=CAPACITY, threads=1, prefill="auto")
         )
@@ -215,7 +238,7 @@ def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.nda
     """Logits [S, V] and the hidden states of taps 1, 2 and 4, [S, 3H]."""
     ids = torch.from_numpy(prompt.ids)
     is_image = ids >= VOCABULARY
-    is_gemma = model.config.model_type == "gemma3"
+    model_type = model.config.model_type
     tower = model.model.text_model if hasattr(model.model, "text_model") else None
     tower = model.model.language_model if tower is None else tower
     with torch.no_grad():
@@ -227,8 +250,13 @@ def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.nda
                 "visual_pos_masks": is_image[None],
                 "deepstack_visual_embeds": list(torch.from_numpy(prompt.deepstack)),
             }
-        if is_gemma:
+        if model_type == "gemma3":
             extra = {"token_type_ids": is_image.long()[None]}
+        if model_type == "gemma4":
+            extra = {"mm_token_type_ids": is_image.long()[None]}
+            if tower.hidden_size_per_layer_input:  # images have those of the padding token
+                text = torch.where(is_image, model.config.text_config.pad_token_id, ids)
+                extra["per_layer_inputs"] = tower.get_per_layer_inputs(text[None])
         positions = torch.from_numpy(prompt.positions)[:, None] if axes == 3 else None
         states: list[torch.Tensor] = []
         hooks = [
@@ -238,7 +266,7 @@ def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.nda
             )
             for index in (1, 2)
         ]
-        whole = model.model if is_gemma else tower
+        whole = model.model if model_type.startswith("gemma") else tower
         final = whole(inputs_embeds=embeds[None], position_ids=positions, **extra)[0]
         for hook in hooks:
             hook.remove()
@@ -292,11 +320,12 @@ def test_other_images_give_other_outputs(exported, session):
     assert np.abs(found[0] - found[1]).max() > 0.1
 
 
-def test_gemma_4_is_exported_without_its_encoder(tmp_path):
+def test_gemma_4_without_an_encoder(tmp_path):
+    """Its config has an encoder of null."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     text = {**models.find("gemma4_text").TINY, "pad_token_id": 3}
-    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=_TILES)
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=None)
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "checkpoint")
     write_tokenizer(tmp_path / "checkpoint", VOCABULARY)
@@ -315,8 +344,9 @@ def test_the_manifest_has_image_tokens_and_position_axes(exported):
     assert spec.images.token_id == IMAGE_TOKEN
     levels = {"qwen3_vl": 2, "qwen3_vl_moe": 1}
     assert spec.images.num_deepstack == levels.get(spec.images.model_type, 0)
-    is_gemma = spec.images.model_type == "gemma3"
-    assert spec.images.bidirectional_tokens == (16 if is_gemma else 0)
+    is_stated = getattr(exported[0].config.get_text_config(), "use_bidirectional_attention", None)
+    tokens = 280 if is_stated == "vision" else 16 if spec.images.model_type == "gemma3" else 0
+    assert spec.images.bidirectional_tokens == tokens
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm"])

@@ -17,6 +17,7 @@ from image_checkpoints import (
     byte_tokenizer,
     patches_of,
     picture,
+    places_of,
     planes_of,
     planes_of_passes,
     write_processor,
@@ -71,10 +72,20 @@ def pixels_of(model_type, output):
             patches[: rows * columns].ravel()
             for patches, (rows, columns) in zip(pixels, output["spatial_shapes"], strict=True)
         ])  # fmt: skip
+    if model_type == "gemma4":
+        places = np.asarray(output["image_position_ids"])
+        return pixels[(places >= 0).all(axis=-1)].ravel()
     if model_type == "mistral3":  # images of their own sizes, without the padding of a batch
         sizes = zip(pixels, np.asarray(output["image_sizes"]), strict=True)
         return np.concatenate([image[:, :high, :wide].ravel() for image, (high, wide) in sizes])
     return pixels[0] if model_type in ("idefics3", "smolvlm") else pixels
+
+
+def patches_by_row(ours, prepared):
+    """Patches of images row by row, and their places."""
+    planes = [planes_of(each.pixels, each.grid, ours.merge_size) for each in prepared]
+    patches = [patches_of(each, ours.patch_size).ravel() for each in planes]
+    return patches, [places_of(each.grid) for each in prepared]
 
 
 def compare(model_type, ours, theirs, images, texts):
@@ -83,6 +94,10 @@ def compare(model_type, ours, theirs, images, texts):
     prepared = [ours.prepare(image) for image in images]
     output = theirs(images=images, text=[prompt], return_tensors="np")
     pixels = [item.pixels for item in prepared]
+    if model_type == "gemma4":
+        pixels, places = patches_by_row(ours, prepared)
+        found = np.asarray(output["image_position_ids"])
+        assert np.array_equal(found[(found >= 0).all(axis=-1)], np.concatenate(places))
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
     if model_type == "lfm2_vl":
@@ -114,7 +129,8 @@ def test_sizes(pairs, model_type, size):
 @settings(max_examples=25)
 @given(size=SIZE)
 @pytest.mark.parametrize(
-    "model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "mistral3", "lfm2_vl"]
+    "model_type",
+    ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "mistral3", "lfm2_vl", "gemma4"],
 )
 def test_many_sizes(pairs, model_type, size):
     assume(model_type != "mistral3" or not is_strip(size))
@@ -150,6 +166,9 @@ def test_several_images(pairs, model_type):
         ("lfm2_vl", {"do_image_splitting": False}),
         ("lfm2_vl", {"use_thumbnail": False, "max_tiles": 7}),
         ("lfm2_vl", {"min_tiles": 3, "min_image_tokens": 1, "tile_size": 48}),
+        ("gemma4", {"max_soft_tokens": 140, "image_seq_length": 140}),
+        ("gemma4", {"do_normalize": True, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5] * 3}),
+        ("gemma4", {"resample": 2, "rescale_factor": 0.005, "do_normalize": None}),
         ("mistral3", {"size": {"longest_edge": 1540}, "patch_size": 14}),
         ("mistral3", {"size": {"longest_edge": 30}, "patch_size": {"height": 14, "width": 14}}),
         ("mistral3", {"size": {"longest_edge": 9}, "resample": 2}),
@@ -174,7 +193,7 @@ def test_settings(tmp_path, model_type, changes):
 @settings(max_examples=60)
 @given(size=SIZE, max_tokens=st.integers(1, 70))
 @pytest.mark.parametrize(
-    "model_type", ["qwen2_5_vl", "internvl", "idefics3", "gemma3", "mistral3", "lfm2_vl"]
+    "model_type", ["qwen2_5_vl", "internvl", "idefics3", "gemma3", "mistral3", "lfm2_vl", "gemma4"]
 )
 def test_limits_are_respected(pairs, model_type, size, max_tokens):
     ours, _ = pairs(model_type)
@@ -185,6 +204,7 @@ def test_limits_are_respected(pairs, model_type, size, max_tokens):
         "gemma3": 4,
         "mistral3": 1,
         "lfm2_vl": 1,
+        "gemma4": 1,
     }[model_type]
     if max_tokens < least:
         with pytest.raises(LimitError, match=f"at least {least} token.*{max_tokens} are allowed"):
@@ -258,6 +278,23 @@ def test_pixtrals_limit_is_a_shorter_edge(pairs, size, max_tokens):
         wanted = theirs.image_processor(image, patch_size=14)
     found = planes_of(prepared.pixels, prepared.grid, 2)
     assert np.array_equal(found, wanted["pixel_values"][0])
+
+
+@settings(max_examples=30)
+@given(size=SIZE, max_tokens=st.integers(1, 60))
+def test_gemma_4s_limit_is_a_smaller_budget(pairs, size, max_tokens):
+    """Any number, whereas files have one of five; transformers rounds a single token to none."""
+    from transformers.models.gemma4 import image_processing_pil_gemma4 as theirs
+
+    ours, (width, height) = pairs("gemma4")[0], size
+    prepared = ours.prepare(picture(*size), max_tokens)
+    budget = max_tokens if ours.count(size) > max_tokens else 70
+    try:
+        sides = theirs.get_aspect_ratio_preserving_size(height, width, 4, budget * 9, 3)
+    except ValueError:
+        assert budget == prepared.num_tokens == 1
+    else:
+        assert prepared.grid == (sides[0] // 4, sides[1] // 4)
 
 
 def test_idefics_limit_is_a_shorter_edge(pairs):

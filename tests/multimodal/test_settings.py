@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from image_checkpoints import FAMILIES, INTERNVL, reference, write_processor
+from image_checkpoints import FAMILIES, INTERNVL, picture, reference, write_processor
 from resaved_processors import video_sizes
 
 from edgellm.core.errors import (
@@ -126,6 +126,40 @@ PUBLISHED = {
             "vision_config": {"image_size": 896, "patch_size": 14},
         },
         (1920, 1080, 256),
+    ),
+    "gemma-4-E2B-it": (
+        {},
+        {
+            "audio_ms_per_token": 40,
+            "audio_seq_length": 750,
+            "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+            "image_processor": {
+                **NORMAL,
+                "do_normalize": False,
+                "image_mean": [0.0, 0.0, 0.0],
+                "image_processor_type": "Gemma4ImageProcessor",
+                "image_seq_length": 280,
+                "image_std": [1.0, 1.0, 1.0],
+                "max_soft_tokens": 280,
+                "patch_size": 16,
+                "pooling_kernel_size": 3,
+                "resample": 3,
+                "rescale_factor": 0.00392156862745098,
+            },
+            "image_seq_length": 280,
+            "processor_class": "Gemma4Processor",
+            "video_processor": {"max_soft_tokens": 70, "num_frames": 32},
+        },
+        {
+            "model_type": "gemma4",
+            "vision_config": {
+                "patch_size": 16,
+                "pooling_kernel_size": 3,
+                "position_embedding_size": 10240,
+            },
+            "vision_soft_tokens_per_image": 280,
+        },
+        (1920, 1080, 12 * 22),
     ),
     "SmolVLM-256M-Instruct": (
         {
@@ -272,6 +306,10 @@ def test_names_of_tokens(tmp_path):
         ("internvl", {"size": {"height": 448, "width": 448}}, "does not fit tiles of 448"),
         ("internvl", {"min_patches": 20}, "is more than max_patches"),
         ("internvl", {"use_thumbnail": True}, "does not understand: use_thumbnail"),
+        ("gemma4", {"max_soft_tokens": 100}, "max_soft_tokens = 100 is none of 70, 140, 280"),
+        ("gemma4", {"max_soft_tokens": 560}, "more than vision_soft_tokens_per_image = 280"),
+        ("gemma4", {"pooling_kernel_size": 2}, "pooling_kernel_size = 2 should be 3"),
+        ("gemma4", {"do_normalize": 1}, "do_normalize = 1 is not of type bool"),
         ("idefics3", {"max_image_size": {"longest_edge": 64}}, "does not fit tiles of 64"),
         ("idefics3", {"size": {"height": 8, "width": 8}}, "size has keys .* height, width"),
     ],
@@ -283,6 +321,16 @@ def test_unsupported_settings_are_rejected(tmp_path, model_type, changes, match)
     assert "preprocessor_config.json" in str(caught.value) or "processor_config" in str(
         caught.value
     )
+
+
+def test_positions_of_gemma_4_are_as_many_as_a_strip_has(tmp_path):
+    folder = write_processor(tmp_path, "gemma4")
+    vision = {"patch_size": 4, "pooling_kernel_size": 3}
+    edit(folder, "config", vision_config={**vision, "position_embedding_size": 210})
+    assert processors.load(folder).prepare(picture(200, 1)).grid == (3, 210)
+    edit(folder, "config", vision_config={**vision, "position_embedding_size": 209})
+    with pytest.raises(UnsupportedModelError, match="more than position_embedding_size = 209"):
+        processors.load(folder)
 
 
 def test_processor_config_is_supported(tmp_path):

@@ -26,6 +26,14 @@ GEMMA = {
     "image_token": "<image_soft_token>",
     "eoi_token": "<end_of_image>",
 }
+GEMMA4 = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+}
 PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 LFM = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
 LFM += [
@@ -36,6 +44,7 @@ LFM += [
 ]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 IDEFICS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
+NAMED_TOKENS = {"internvl": INTERNVL, "gemma3": GEMMA, "gemma4": GEMMA4}  # by model type
 
 _QWEN2 = {
     "preprocessor_config": {
@@ -102,6 +111,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "vision_config": {"image_size": 32, "patch_size": 4},
         },
         "tokenizer_config": {"extra_special_tokens": GEMMA},
+    },
+    "gemma4": {
+        "preprocessor_config": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "do_normalize": False,
+            "image_mean": [0.0, 0.0, 0.0],
+            "image_std": [1.0, 1.0, 1.0],
+            "max_soft_tokens": 70,
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "resample": 3,
+        },
+        "processor_config": {"image_seq_length": 70, "processor_class": "Gemma4Processor"},
+        "config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 3}},
+        "tokenizer_config": {"extra_special_tokens": GEMMA4},
     },
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -190,6 +214,8 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
         if video := files.get("video_preprocessor_config"):
             video |= sizes
+    elif model_type == "gemma4":
+        image |= {key: vision[key] for key in ("patch_size", "pooling_kernel_size")}
     elif model_type == "lfm2_vl":
         image["encoder_patch_size"] = vision["patch_size"]
         image["downsample_factor"] = config["downsample_factor"]
@@ -246,7 +272,8 @@ def reference(folder: Path, model_type: str) -> Any:
     from transformers.models.smolvlm import processing_smolvlm
 
     special = [*QWEN, *INTERNVL.values(), *GEMMA.values(), *IDEFICS, *PIXTRAL, *LFM]
-    named = {"internvl": INTERNVL, "gemma3": GEMMA}.get(model_type, {})
+    special += GEMMA4.values()
+    named = NAMED_TOKENS.get(model_type, {})
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(special),
         extra_special_tokens=named,
@@ -265,6 +292,10 @@ def reference(folder: Path, model_type: str) -> Any:
         "qwen3_5": (transformers.Qwen3VLProcessor, {}),
         "qwen3_5_moe": (transformers.Qwen3VLProcessor, {}),
         "gemma3": (transformers.Gemma3Processor, {"image_seq_length": 4}),
+        "gemma4": (
+            transformers.Gemma4Processor,
+            {"feature_extractor": transformers.Gemma4AudioFeatureExtractor()},
+        ),
         "mistral3": (_pixtral_processor() if model_type == "mistral3" else None, _merging(folder)),
         "lfm2_vl": (transformers.Lfm2VlProcessor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
@@ -348,6 +379,12 @@ def patches_of(planes: np.ndarray, side: int) -> np.ndarray:
     rows, columns = (extent // side for extent in planes.shape[1:])
     apart = planes.reshape(3, rows, side, columns, side).transpose(1, 3, 2, 4, 0)
     return apart.reshape(rows * columns, -1)
+
+
+def places_of(grid: tuple[int, int]) -> np.ndarray:
+    """Column and row of each patch, row by row, [P, 2]."""
+    rows, columns = np.indices(grid).reshape(2, -1)
+    return np.stack([columns, rows], axis=1)
 
 
 def planes_of_passes(item: Any, merge_size: int) -> list[np.ndarray]:

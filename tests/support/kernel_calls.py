@@ -56,6 +56,7 @@ class _Rules(ctypes.Structure):
         *((name, _FLOAT) for name in ("scale", "softcap", "epsilon")),
         ("is_interleaved", ctypes.c_bool),
         ("is_bidirectional", ctypes.c_bool),
+        ("is_causal", ctypes.c_bool),
     ]
 
 
@@ -242,7 +243,7 @@ _ORDER = np.random.default_rng(11)
 def attention(
     instruction_set, rows, *, is_split=True, mask=None, window=0, scale=None, softcap=0.0,
     rope=None, positions=None, interleaved=False, q_norm=None, k_norm=None,
-    sinks=None, scales=(1.0, 1.0), page_rows=0, bidirectional=False,
+    sinks=None, scales=(1.0, 1.0), page_rows=0, bidirectional=False, causal=False,
 ):  # fmt: skip
     """Output [S, heads * D] of S tokens, which are appended to the cache. `rope`: cos and sin."""
     kv_heads, _, dim = rows.keys.shape
@@ -263,7 +264,7 @@ def attention(
     arguments = _Attention(
         _Shape(len(rows.q), rows.heads, kv_heads, dim, rows.write_index, columns),
         inputs,
-        _Rules(window, scale or dim**-0.5, softcap, 1e-6, interleaved, bidirectional),
+        _Rules(window, scale or dim**-0.5, softcap, 1e-6, interleaved, bidirectional, causal),
         _Cache(
             _CACHES[rows.keys.dtype.name],
             *scales,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _VIDEO = {
+    "gemma4": "gemma4.video_processing_gemma4.Gemma4VideoProcessor",
     "qwen2_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",
     "qwen2_5_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",
     "qwen3_5": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",

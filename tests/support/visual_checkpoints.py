@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from image_checkpoints import patches_of, planes_of, write_tiny_processor
+from image_checkpoints import patches_of, places_of, planes_of, write_tiny_processor
 
 from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
@@ -37,6 +37,13 @@ def make_visual_checkpoint(
                 parameter.uniform_(0.5, 1.5)
             else:  # biases and layer scales
                 parameter.normal_(0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("_min"):  # bounds of clipped layers
+                buffer.uniform_(-2.5, -1)
+            elif name.endswith("_max"):
+                buffer.uniform_(1, 2.5)
+            elif ".std_" in name:
+                buffer.uniform_(0.5, 1.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     write_tiny_processor(folder, config)
     return folder
@@ -129,6 +136,8 @@ class VisualModel:
             ]
         if self.spec.model_type == "lfm2_vl":
             return [[self._patch_features(*each)] for each in zip(pixels, grids, strict=True)]
+        if self.spec.model_type == "gemma4":
+            return [[self._pooled_features(*each)] for each in zip(pixels, grids, strict=True)]
         sizes = torch.tensor([(1, *grid) for grid in grids])
         with torch.no_grad():
             found = self.reference.model.get_image_features(
@@ -149,6 +158,17 @@ class VisualModel:
                 torch.from_numpy(rows[None]),
                 spatial_shapes=torch.tensor([grid]),
                 pixel_attention_mask=torch.ones(1, len(rows), dtype=torch.int64),
+            )
+        return found.pooler_output[0].numpy()
+
+    def _pooled_features(self, patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+        import torch
+
+        rows = patches_of(planes_of(patches, grid, self.spec.merge_size), self.spec.patch_size)
+        places = torch.from_numpy(places_of(grid))[None]
+        with torch.no_grad():
+            found = self.reference.model.get_image_features(
+                torch.from_numpy(rows[None]), image_position_ids=places
             )
         return found.pooler_output[0].numpy()
 

@@ -10,7 +10,19 @@ from typing import Any, Literal
 import numpy as np
 from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
-from image_checkpoints import GEMMA, IDEFICS, INTERNVL, LFM, PIXTRAL, QWEN, patches_of, planes_of
+from image_checkpoints import (
+    GEMMA,
+    GEMMA4,
+    IDEFICS,
+    INTERNVL,
+    LFM,
+    NAMED_TOKENS,
+    PIXTRAL,
+    QWEN,
+    patches_of,
+    places_of,
+    planes_of,
+)
 from medusa_heads import make_heads
 from mtp_reference import add_layer
 from visual_checkpoints import make_visual_checkpoint
@@ -26,15 +38,32 @@ from edgellm.export.pipeline.visual import VisualOptions, export_visual
 
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
 SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL, *LFM]
+SPECIAL += GEMMA4.values()
 VOCABULARY = 96
 FAMILIES = visual.supported()
 # Those of idefics3 and qwen3_vl
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
-_ONLY_ON_CPUS = "qwen3_5", "lfm2", "qwen3_vl_moe"  # recurrent layers, experts
-GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_ONLY_ON_CPUS)]
+# Recurrent layers, experts, or layers of several sizes
+_CPU_ONLY = "qwen3_5", "lfm2", "qwen3_vl_moe", "gemma4"
+GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_CPU_ONLY)]
+# Forms of a family besides its TINY, and their text configs
+FORMS = {
+    "gemma4_31b": (
+        "gemma4",
+        {
+            "use_bidirectional_attention": "vision",
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+            "final_logit_softcapping": 20.0,
+        },
+    )
+}
 _PLACEHOLDER = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": GEMMA["boi_token"],
+    "gemma4": GEMMA4["image_token"],
     "internvl": "<IMG_CONTEXT>",
     "lfm2_vl": "<image>",
     "mistral3": PIXTRAL[0],
@@ -95,19 +124,20 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
-    if named := {"internvl": INTERNVL, "gemma3": GEMMA}.get(model_type):
+    if named := NAMED_TOKENS.get(model_type):
         config["extra_special_tokens"] = named
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def make_vlm(folder: Path, model_type: str, **text: Any) -> Path:
-    """A whole checkpoint; `text` changes its text_config."""
+def make_vlm(folder: Path, form: str, **text: Any) -> Path:
+    """A whole checkpoint of a family or a form of it; `text` changes its text_config."""
+    model_type, own = FORMS.get(form, (form, {}))
     tiny = json.loads(json.dumps(visual.find(model_type).TINY))
     size_key = {"qwen2_vl": "hidden_size"}.get(model_type, "out_hidden_size")
     if "hidden_size" in text and size_key in tiny["vision_config"] and "qwen" in model_type:
         tiny["vision_config"][size_key] = text["hidden_size"]
     heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
-    tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **text}
+    tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **own, **text}
     words = [*WORDS, *SPECIAL]
     key = "image_token_index" if "image_token_index" in tiny else "image_token_id"
     tiny[key] = words.index(image_token(model_type))
@@ -204,6 +234,8 @@ class Reference:
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if pixels and config.model_type == "lfm2_vl":
             inputs |= self._patches(pixels, grids)
+        elif pixels and config.model_type == "gemma4":
+            inputs |= self._placed_patches(pixels, grids)
         elif pixels and config.model_type == "mistral3":
             planes = [
                 torch.from_numpy(planes_of(*each, config.spatial_merge_size))
@@ -221,6 +253,8 @@ class Reference:
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type == "gemma3":
             inputs["token_type_ids"] = (tokens == config.image_token_id).long()
+        if config.model_type == "gemma4":
+            inputs["mm_token_type_ids"] = (tokens == config.image_token_id).long()
         if config.model_type.startswith("qwen"):
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()
@@ -251,6 +285,22 @@ class Reference:
             "pixel_values": torch.from_numpy(padded),
             "pixel_attention_mask": torch.from_numpy(mask),
             "spatial_shapes": torch.tensor(sizes),
+        }
+
+    def _placed_patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
+        """Inputs of Gemma 4's encoder: patches with their places, padded to the same number."""
+        import torch
+
+        vision, longest = self.model.config.vision_config, max(map(len, pixels))
+        patches = np.zeros((len(pixels), longest, pixels[0].shape[1]), np.float32)
+        places = np.full((len(pixels), longest, 2), -1)
+        for at, (part, grid) in enumerate(zip(pixels, grids, strict=True)):
+            planes = planes_of(part, grid, vision.pooling_kernel_size)
+            patches[at, : len(part)] = patches_of(planes, vision.patch_size)
+            places[at, : len(part)] = places_of(grid)
+        return {
+            "pixel_values": torch.from_numpy(patches),
+            "image_position_ids": torch.from_numpy(places),
         }
 
 

@@ -28,6 +28,7 @@ from edgellm.core.graph_io import (
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec, is_bounded
 from edgellm.core.onnx_functions import (
     VISIBLE_AROUND,
+    VISIBLE_BEFORE,
     VISIBLE_BOTH_WAYS,
     VISIBLE_IN_WINDOW,
     VISIBLE_SLOTS,
@@ -42,6 +43,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
 # Tokens of a page: small pages waste less on short sequences; one sequence alone is 4 % slower.
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 _BOTH_WAYS = VISIBLE_BOTH_WAYS, VISIBLE_AROUND
+_MASKS = VISIBLE_SLOTS, VISIBLE_IN_WINDOW, VISIBLE_BEFORE, *_BOTH_WAYS
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
@@ -53,7 +55,7 @@ def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec) -> PageSpec:
         rows = next((each for each in _ALONE_ROWS if plan.kv_capacity % each == 0), rows)
     # An encoder's texts are one pass, whose tokens attend to later ones, too.
     windows = tuple(
-        0 if _is_both_ways(layer) else _window(layer) or 0
+        0 if _has_mask(layer, *_BOTH_WAYS) else _window(layer) or 0
         for layer in layers
         if not layer.is_shared
     )
@@ -139,12 +141,13 @@ def _emit(
     scales: list[ir.Value],
 ) -> tuple[ir.Value, ...]:
     """The outputs; a layer that shares the cache of an earlier one writes nothing."""
-    window, both_ways = _window(layer), _is_both_ways(layer)
+    window, both_ways = _window(layer), _has_mask(layer, *_BOTH_WAYS)
     packed = None if layer.is_shared else packed_rows(layer.q, layer.k, layer.v)
     rows = (layer.q, None, None) if layer.is_shared else (layer.q, layer.k, layer.v)
     given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
     given |= {"rotary_interleaved": 1} if layer.interleaved else {}
     given |= {"bidirectional": 1} if both_ways else {}
+    given |= {"causal": 1} if _has_mask(layer, VISIBLE_BEFORE) else {}
     outputs = graph.nodes(
         "CachedAttention",
         [
@@ -180,7 +183,7 @@ def _sinks(graph: GraphEditor, layer: CachedAttention) -> ir.Value | None:
 def _window(layer: CachedAttention) -> int | None:
     """Window of a layer, besides the tree mask; None: all positions."""
     call = layer.visible.producer()
-    if call is None or not is_call(call, VISIBLE_SLOTS, VISIBLE_IN_WINDOW, *_BOTH_WAYS):
+    if call is None or not is_call(call, *_MASKS):
         raise UnsupportedModelError(
             f"{layer.call.name}: edgellm's kernels do not know this mask",
             hint="give --kernels onnxruntime",
@@ -190,10 +193,9 @@ def _window(layer: CachedAttention) -> int | None:
     return None if window is None else window.as_int()
 
 
-def _is_both_ways(layer: CachedAttention) -> bool:
-    """Whether tokens attend to later ones of the pass."""
-    call = layer.visible.producer()
-    return call is not None and is_call(call, *_BOTH_WAYS)
+def _has_mask(layer: CachedAttention, *names: str) -> bool:
+    """Whether one of these functions makes the mask of a layer."""
+    return is_call(layer.visible.producer(), *names)
 
 
 def _scales(graph: GraphEditor, cache: KVCacheSpec, index: int) -> list[ir.Value]:

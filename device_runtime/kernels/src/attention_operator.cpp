@@ -114,7 +114,8 @@ enum {
 };
 
 // Inputs: q [1, S, heads * D], or q, k and v concatenated, with k and v left out; k, v [1, S, kv_heads * D]. With q
-// alone nothing is written: the rows are in the cache already, which another layer owns.
+// alone nothing is written: the rows are in the cache already, which another layer owns. With the attribute `causal`
+// rows attend to no later ones, even if their mask has some.
 // past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
 // order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
 // [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
@@ -129,7 +130,7 @@ struct CachedAttention {
   static constexpr ort::ElementType kOutputs[] = {ort::kFloat, kCache, kCache};
   static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 1;
 
-  int64_t heads, kv_heads, window, is_interleaved, is_bidirectional;
+  int64_t heads, kv_heads, window, is_interleaved, is_bidirectional, is_causal;
   float scale, softcap, epsilon;
 
   explicit CachedAttention(const OrtKernelInfo* info)
@@ -138,6 +139,7 @@ struct CachedAttention {
         window(ort::int_attribute(info, "local_window_size", 0)),
         is_interleaved(ort::int_attribute(info, "rotary_interleaved", 0)),
         is_bidirectional(ort::int_attribute(info, "bidirectional", 0)),
+        is_causal(ort::int_attribute(info, "causal", 0)),
         scale(ort::float_attribute(info, "scale", 0)),
         softcap(ort::float_attribute(info, "softcap", 0)),
         epsilon(ort::float_attribute(info, "epsilon", 1e-6f)) {
@@ -226,7 +228,7 @@ struct CachedAttention {
   void read_rules(const Tensor* in, Attention& a) const {
     Attention::Inputs& inputs = a.inputs;
     a.rules = {window, scale > 0 ? scale : 1 / std::sqrt(float(a.shape.head_dim)), softcap, epsilon,
-               is_interleaved != 0, is_bidirectional != 0};
+               is_interleaved != 0, is_bidirectional != 0, is_causal != 0};
     const Tensor &cos = in[kCos], &sin = in[kSin], &positions = in[kPositions];
     if (cos || sin) {
       require(cos.dims.size() == 2 && cos.dims == sin.dims && 2 * cos.last() <= a.shape.head_dim,
@@ -272,15 +274,15 @@ struct CachedAttention {
               "CachedAttention: sequences and rows differ in number");
       require(shape.write_index >= 0 && shape.write_index <= tables.last() * a.cache.page_rows - shape.rows,
               "CachedAttention: the new rows do not fit into the pages");
-      const bool is_causal = shape.mask_columns == 0;
-      require(is_causal || !is_bidirectional, "CachedAttention: bidirectional attention takes no mask");
-      require(is_causal || (shape.mask_columns >= shape.rows && shape.mask_columns <= a.end_slot()),
+      const bool has_mask = shape.mask_columns != 0;
+      require(!has_mask || !is_bidirectional, "CachedAttention: bidirectional attention takes no mask");
+      require(!has_mask || (shape.mask_columns >= shape.rows && shape.mask_columns <= a.end_slot()),
               "CachedAttention: a mask is not of the last slots of its sequence");
       const int64_t size = shape.rows * shape.mask_columns;
       require(size <= in[kMasks].count() * bool(in[kMasks]) - masked,
               "CachedAttention: sequences have more masks than are given");
       if (!shape.rows) continue;
-      a.inputs.mask = is_causal ? nullptr : all.inputs.mask + masked;
+      a.inputs.mask = has_mask ? all.inputs.mask + masked : nullptr;
       masked += size;
       take_rows(a, pass.rows);
       require_pages(a, in[kPastKey].dims[0]);

@@ -145,6 +145,7 @@ struct Attention {
     float scale, softcap, epsilon;
     bool is_interleaved;  // RoPE
     bool is_bidirectional;  // rows attend to later ones, in a window of both sides; without a mask
+    bool is_causal;  // rows attend to no later ones, whatever the mask
   } rules;
   // Slots are logical indices: slot s is in block pages[s / page_rows]. Blocks before all windows are not read.
   struct Cache {

@@ -97,8 +97,9 @@ void list_seen(const Attention& a, int64_t row) {
   }
   const int64_t base = a.end_slot() - a.shape.mask_columns;
   const int64_t own = a.shape.mask_columns - a.shape.rows + row;
+  const int64_t columns = a.rules.is_causal ? own + 1 : a.shape.mask_columns;
   int32_t *slots = a.scratch.slots + row * a.shape.mask_columns, count = 0, straight = 0, before = 0;
-  for (int64_t i = 0; i < a.shape.mask_columns; i++)
+  for (int64_t i = 0; i < columns; i++)
     if (a.inputs.mask[row * a.shape.mask_columns + i]) {
       straight += count == straight && i == count;
       slots[count++] = int32_t(base + i);

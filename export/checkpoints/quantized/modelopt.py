@@ -187,9 +187,7 @@ def _int4(weights: Weights, shape: tuple[int, int], dtype: ir.DataType) -> Quant
 
 def scalar(weights: Weights, name: str) -> float:
     """A tensor of one number; raises `BrokenArtifactError` unless it is positive."""
-    info = weights.info(name)
-    value = weights.array(name, info.shape if info else (), info.dtype if info else "F32")()
-    number = float(value.astype(np.float32).reshape(-1)[0])
+    number = weights.number(name)
     if not 0 < number < np.inf:
         raise BrokenArtifactError(f"{weights.prefix}{name} is {number}, not a positive number")
     return number

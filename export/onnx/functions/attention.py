@@ -226,12 +226,16 @@ def _with_sinks(op: Op, mask: ir.Value, sinks: ir.Value) -> ir.Value:
     return op.Concat(masks, column, axis=3)
 
 
-def visible_slots(*, windowed: bool) -> ir.Function:
+def visible_slots(*, windowed: bool, causal: bool = False) -> ir.Function:
     """Attention mask of cache slots, bool [S, C]: committed ones, and new ones by the tree.
 
     tree_mask bool [S, M], position_ids int64 [A, S], write_index int64 [1], slots int64 [C], which
     are 0, 1, ... A tree mask wider than the pass covers the M - S slots before the new tokens, too.
     In a window, a token attends to `window` positions, its own included.
+
+    Args:
+        windowed: the function has a window.
+        causal: without a window: tokens attend to no later ones, though other layers' may.
     """
 
     def body(
@@ -240,6 +244,11 @@ def visible_slots(*, windowed: bool) -> ir.Function:
         zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
         rows = op.Squeeze(op.Shape(positions, start=1, end=2))
         columns = op.Squeeze(op.Shape(tree_mask, start=1, end=2))
+        if causal:
+            own = op.Add(op.Range(zero, rows, one), op.Sub(columns, rows))  # [S]
+            each = op.Unsqueeze(op.Range(zero, columns, one), integers(op, 0))
+            not_later = op.LessOrEqual(each, op.Unsqueeze(own, integers(op, 1)))
+            tree_mask = op.And(tree_mask, not_later)
         first = op.Sub(op.Add(write_index, rows), columns)
         column = op.Sub(slots, first)  # [C]; negative for committed slots
         is_committed = op.Less(column, zero)
@@ -257,7 +266,8 @@ def visible_slots(*, windowed: bool) -> ir.Function:
         within = op.Greater(stands, op.Transpose(oldest, perm=[1, 0]))  # [S, C]
         return op.And(visible, within)
 
-    name = onnx_functions.VISIBLE_IN_WINDOW if windowed else onnx_functions.VISIBLE_SLOTS
+    unbounded = onnx_functions.VISIBLE_BEFORE if causal else onnx_functions.VISIBLE_SLOTS
+    name = onnx_functions.VISIBLE_IN_WINDOW if windowed else unbounded
     window = {"window": _INT} if windowed else {}
     return local_function(name, "tree_mask position_ids write_index slots", body, window)
 

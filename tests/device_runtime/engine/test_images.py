@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error
 from image_checkpoints import picture
-from vlm_engines import Engines, Reference, build_vlm
+from vlm_engines import FORMS, Engines, Reference, build_vlm
 
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
@@ -46,7 +46,7 @@ def pictures(tmp_path_factory) -> dict[str, str]:
     return {name: str(folder / f"{name}.png") for name in SIZES}
 
 
-@pytest.fixture(scope="module", params=visual.supported())
+@pytest.fixture(scope="module", params=[*visual.supported(), *FORMS])
 def engines(request, tmp_path_factory) -> Engines:
     return build_vlm(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -253,13 +253,16 @@ def test_image_prompts_share_passes(qwen, pictures, tmp_path):
     assert passes.count(3) > 12
 
 
-def test_a_chunk_holds_whole_images_whose_tokens_attend_to_each_other(pictures, tmp_path):
-    """Gemma 3's outputs, whatever the chunk size, alone and with others in short passes."""
-    gemma = build_vlm(tmp_path, "gemma3")
+@pytest.mark.parametrize(("form", "tokens"), [("gemma3", 16), ("gemma4_31b", 280)])
+def test_a_chunk_holds_whole_images_whose_tokens_attend_to_each_other(
+    pictures, tmp_path, form, tokens
+):
+    """Gemma's outputs, whatever the chunk size, alone and with others in short passes."""
+    gemma = build_vlm(tmp_path, form)
     asked, how = [*_conversations(pictures).values()], {"sampling": GREEDY}
     folders = {"multimodal_engine_dir": gemma.visual_engine}
     llm = LLM(gemma.engine, **folders)
-    assert llm.manifest.prefill_rows >= llm.manifest.decoder.images.bidirectional_tokens == 16
+    assert llm.manifest.prefill_rows >= llm.manifest.decoder.images.bidirectional_tokens == tokens
     whole = [one.token_ids for one in llm.generate_batch(asked, max_generate_length=12, **how)]
     for rows in (1, 5, 20):
         llm.kv_cache_manager.prefill_rows = rows

@@ -61,6 +61,27 @@ def test_the_prompt_says_whether_the_model_reasons(prompt, continues, expected):
     assert reasoning_marks.opened(form, prompt, continues=continues) is expected
 
 
+def test_an_opening_mark_of_a_token_and_text(tmp_path):
+    """Gemma 4's."""
+    form = reasoning_marks.find("'<|channel>thought\n' + text + '\n<channel|>'")
+    assert form.shown == ("<|channel>", "<channel|>")
+    for special in ((), form.shown):
+        folder = tmp_path / str(len(special))
+        folder.mkdir()
+        guided = Guided(folder, special)
+        thinking = Thinking(
+            opening=form.opening,
+            closing=form.closing,
+            is_inside=False,
+            ids=(*guided.ids.items(),),
+        )
+        guide = Guide(GUIDES[0].kind, GUIDES[0].text, thinking=thinking)
+        assert guided.takes(guide, FORM)
+        assert guided.takes(guide, f"<|channel>thought\nHm.\n<channel|>{FORM}")
+        for wrong in (f"<|channel>Hm.<channel|>{FORM}", f"Hm.<channel|>{FORM}"):
+            assert not guided.takes(guide, wrong), wrong
+
+
 # ------------------------------------------------------------------------------- gpt-oss
 FINAL, CALL = "<|channel|>final<|message|>", "<|channel|>commentary to=functions.f "
 CALL += "<|constrain|>json<|message|>{}"

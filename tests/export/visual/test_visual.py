@@ -19,6 +19,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, load_bundle
+from edgellm.core.model_spec import VisionSpec
 from edgellm.export import models, visual
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -60,8 +61,20 @@ VARIANTS = {
     "gemma3_rest": _tiny(
         "gemma3", {"image_size": 50, "patch_size": 8, "hidden_act": "gelu"}, mm_tokens_per_image=9
     ),
+    "gemma4_31b": _tiny(
+        "gemma4",
+        {"use_clipped_linears": False, "standardize": True, "pooling_kernel_size": 3,
+         "head_dim": 24, "hidden_activation": "gelu", "rope_parameters": {"rope_theta": 40.0}},
+    ),
     "smolvlm_no_rest": _tiny("smolvlm", {"image_size": 32, "patch_size": 8}, scale_factor=2),
 }  # fmt: skip
+
+
+def _whole(spec: VisionSpec, grid: tuple[int, int]) -> tuple[int, int]:
+    """A grid with even sides as one of as many tokens, whose sides may be longer."""
+    if spec.image_size or spec.merge_size <= 2:
+        return grid
+    return grid[0] // 2 * spec.merge_size, grid[1] // 2 * spec.merge_size
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
@@ -72,7 +85,8 @@ def model(request, tmp_path_factory) -> VisualModel:
 
 
 def test_features_equal_transformers(model):
-    grids = [*GRIDS, (5, 7), (11, 3)] if model.spec.merge_size == 1 else GRIDS
+    grids = [_whole(model.spec, grid) for grid in GRIDS]
+    grids += [(5, 7), (11, 3)] if model.spec.merge_size == 1 else []
     pixels = [random_pixels(model.spec, grid, seed) for seed, grid in enumerate(grids)]
     expected = model.features(pixels, grids)
     for image, grid, wanted in zip(pixels, grids, expected, strict=True):
@@ -84,7 +98,7 @@ def test_features_equal_transformers(model):
 
 
 def test_the_manifest_has_the_output_shapes(model):
-    spec, grid = model.spec, (4, 10)
+    spec, grid = model.spec, _whole(model.spec, (4, 10))
     pixels = random_pixels(spec, grid, 0)
     embeds, *levels = model.run(pixels, grid)
     tokens = len(pixels) * spec.tokens_per_tile or math.prod(grid) // spec.merge_size**2
@@ -94,6 +108,8 @@ def test_the_manifest_has_the_output_shapes(model):
     )
     parts = visual.find(spec.model_type).Model.parts
     model_parts = dict(model.reference.model.named_parameters())
+    buffers = model.reference.model.named_buffers()
+    model_parts |= {name: value for name, value in buffers if name.endswith(".std_bias")}
     ours = [value for name, value in model_parts.items() if name.startswith(parts)]
     assert spec.num_parameters == sum(value.numel() for value in ours)
 
@@ -115,7 +131,7 @@ def test_no_value_of_a_graph_grows_with_the_square_of_the_patches(model):
     assert len(masks) == (1 if model.spec.window_size else 0)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "gemma4"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_float16_graphs_are_close_to_float32(tmp_path, model_type, stored):
     checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny(model_type), dtype=stored)
@@ -248,6 +264,17 @@ _HUB = {
          "patch_size": 14, "vision_use_head": False},
         {"text_config": {"hidden_size": 2560}, "mm_tokens_per_image": 256}, 256,
     ),
+    "gemma4": (
+        {"attention_bias": False, "attention_dropout": 0.0, "default_output_length": 280,
+         "global_head_dim": 64, "head_dim": 64, "hidden_activation": "gelu_pytorch_tanh",
+         "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 3072,
+         "max_position_embeddings": 131072, "model_type": "gemma4_vision",
+         "num_attention_heads": 12, "num_hidden_layers": 16, "num_key_value_heads": 12,
+         "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240,
+         "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+         "standardize": False, "use_clipped_linears": True},
+        {"text_config": {"hidden_size": 1536}, "vision_soft_tokens_per_image": 280}, 42,
+    ),
     "idefics3": (
         {**_SIGLIP, "hidden_size": 1152, "image_size": 364, "intermediate_size": 4304,
          "max_image_size": {"longest_edge": 364}, "num_attention_heads": 16,
@@ -280,6 +307,46 @@ def test_pooling_of_gemma_needs_whole_blocks(tokens, size):
     rest = ConfigReader({"mm_tokens_per_image": tokens, "text_config": {"hidden_size": 8}})
     with pytest.raises(UnsupportedModelError, match=f"mm_tokens_per_image = {tokens} is not a"):
         visual.find("gemma3").Config.from_hf(vision, rest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 1}, "num_key_value_heads = 1 of the encoder should be 2"),
+        ({"head_dim": 6}, "head_dim = 6 of the encoder is no multiple of 4"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type = 'yarn'"),
+    ],
+)
+def test_configs_of_gemma_4_that_are_rejected(changes, message):
+    vision = ConfigReader({**visual.find("gemma4").TINY["vision_config"], **changes})
+    rest = ConfigReader({"text_config": {"hidden_size": 8}})
+    with pytest.raises(UnsupportedModelError, match=message):
+        visual.find("gemma4").Config.from_hf(vision, rest)
+
+
+def test_bounds_of_clipped_layers(tmp_path):
+    """Infinite ones clip nothing; those of the wrong order are rejected by name."""
+    import onnx
+    from safetensors.numpy import load_file, save_file
+
+    checkpoint = make_visual_checkpoint(tmp_path / "c", _tiny("gemma4"))
+    path, bundle = checkpoint / "model.safetensors", tmp_path / "bundle"
+    tensors = load_file(path)
+    bounds = [name for name in tensors if name.endswith(("_min", "_max"))]
+    assert len(bounds) == 2 * 7 * 4
+    endless = {name: np.array(-np.inf if "_min" in name else np.inf, np.float32) for name in bounds}
+    save_file({**tensors, **endless}, path, {"format": "pt"})
+    model, pixels = VisualModel(checkpoint, bundle), np.ones((16, 48), np.float32)
+    graph = onnx.load(bundle / "model.onnx", load_external_data=False).graph
+    assert not [node for node in graph.node if node.op_type == "Clip"]
+    (expected,) = model.features([pixels], [(4, 4)])
+    np.testing.assert_allclose(model.run(pixels, (4, 4))[0], expected[0], atol=TOLERANCE)
+    name = next(name for name in bounds if name.endswith("input_max"))
+    for wrong in (-9.0, np.nan):
+        save_file({**tensors, name: np.array(wrong, np.float32)}, path, {"format": "pt"})
+        with pytest.raises(BrokenArtifactError, match=r"proj\.input_min = .* is not below"):
+            _export(checkpoint, tmp_path / "other")
 
 
 _REFUSED = {

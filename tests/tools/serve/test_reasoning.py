@@ -68,6 +68,15 @@ COMMAND = {
 MINISTRAL = {
     '[THINK]Hm.\nWell.[/THINK]Hi[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}': [HM, "Hi", WEATHER]
 }
+GEMMA4_MARKS = '<|tool_call><|"|>tools<|channel>thought\n'
+GEMMA4_CALL = '<|tool_call>call:weather{city:<|"|>Bonn<|"|>}<tool_call|>'
+CHANNELS = {
+    "<|channel>thought\nHm.\nWell.\n<channel|>Hi": [HM, "Hi"],
+    f"<|channel>thought\nHm.\nWell.<channel|>{GEMMA4_CALL}": [HM, WEATHER],
+    "<|channel>thought\n<channel|>Hi": ["Hi"],
+    "<|channel>th": ["<|channel>th"],
+    "Hi <channel|>": ["Hi <channel|>"],
+}
 HUNYUAN = "{% if tools %}<tool_calls>{% endif %}<think></think><answer></answer>"
 R7B = "<|START_THINKING|><|START_ACTION|>tools<|START_RESPONSE|>"
 CASES = [
@@ -76,6 +85,8 @@ CASES = [
     (HUNYUAN, "", WRAPPED),
     (R7B, "", COMMAND),
     ("tools[TOOL_CALLS][ARGS][THINK]", "", MINISTRAL),
+    (GEMMA4_MARKS, "<|turn>model\n", CHANNELS),
+    (GEMMA4_MARKS, "<tool_response|><|channel>thought\n", {"Hm.\nWell.\n<channel|>Hi": [HM, "Hi"]}),
 ]
 
 
@@ -123,6 +134,20 @@ MINISTRAL3 = (
     "{{ c.function.arguments | tojson(ensure_ascii=False) }}{%- endfor %}</s>{%- endif %}"
     "{%- endfor %}"
 )
+GEMMA4 = (
+    "{%- if tools %}<|tool>declaration:{{ tools[0].function.name }}<tool|>{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'tool' %}<|tool_response>{{ m.content }}"
+    "<tool_response|>{%- else %}"
+    "{{ '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}{%- if m.reasoning %}"
+    "{{ '<|channel>thought\n' + m.reasoning + '\n<channel|>' }}{%- endif %}{{ m.content }}"
+    "{%- for c in m.tool_calls or [] %}{{ '<|tool_call>call:' + c.function.name + '{' }}"
+    "{%- for key, value in c.function.arguments | dictsort %}"
+    "{{ key + ':<|\"|>' + value + '<|\"|>' }}{%- endfor %}{{ '}<tool_call|>' }}{%- endfor %}"
+    "{%- if not m.tool_calls %}{{ '<turn|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{%- if messages[-1].role != 'tool' %}{{ '<|turn>model\n' }}"
+    "{%- if enable_thinking is false %}{{ '<|channel>thought\n<channel|>' }}{%- endif %}"
+    "{%- elif enable_thinking %}{{ '<|channel>thought\n' }}{%- endif %}{%- endif %}"
+)
 GEMMA3 = (
     "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{%- endif %}<start_of_turn>"
@@ -150,6 +175,10 @@ ROUNDS = {
         '[THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Bonn"}',
         '[INST]Bonn?[/INST][THINK]Hm.[/THINK][TOOL_CALLS]weather[ARGS]{"city": "Bonn"}</s>'
         "[TOOL_RESULTS]sunny[/TOOL_RESULTS]",
+    ),
+    GEMMA4: (
+        f"<|channel>thought\nHm.\n<channel|>{GEMMA4_CALL}",
+        f"<|turn>model\n<|channel>thought\nHm.\n<channel|>{GEMMA4_CALL}<|tool_response>sunny<tool_resp",
     ),
     GEMMA3: (
         "```tool_code\nweather(city='Bonn')\n```",
