@@ -21,7 +21,7 @@ from edgellm.build.onnxruntime_cpu.linears import (
 )
 from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.plan import Plan, max_rows
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
 from edgellm.core.graph_roles import DECODER, DRAFT, ENCODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.onnx_functions import ROUND_INPUT
@@ -85,11 +85,15 @@ def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) ->
     check_quantize(kinds, plan.quantize, takes_fp8=is_own)
     if is_own:
         return [_own_variant(role, model, plan.quantize, largest)]
-    refuse_experts(
-        model.graph,
-        "--kernels onnxruntime",
-        "leave out --kernels; edgellm's own need a C++ compiler or its wheel",
-    )
+    label = "--kernels onnxruntime"
+    hint = "leave out --kernels; edgellm's own need a C++ compiler or its wheel"
+    refuse_experts(model.graph, label, hint)
+    if bundle.decoder.min_chunk > 1:
+        raise UnsupportedModelError(
+            f"{label} is causal, but the tokens of an image attend to each other in "
+            f"{bundle.decoder.model_type}",
+            hint=hint,
+        )
     if plan.quantize == "int4":
         kinds = {"int4"}
     if kinds == {"dense"}:

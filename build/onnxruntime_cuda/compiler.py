@@ -67,7 +67,7 @@ def compile_bundle(
     portable = ir.load(source / next(iter(bundle.graphs.values())).path)
     kinds = weight_kinds(portable)
     check_quantize(kinds, quantize)
-    choices = choose(portable.graph, _dtype(bundle), plan, quantize, has_cache=cache is not None)
+    choices = _choices(portable.graph, bundle, plan)
     device, notes = _device()
     if device:
         provider.require_version(choices.options)
@@ -247,12 +247,24 @@ def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     return dataclasses.replace(cache, dtype=bundle.dtype) if cache is not None else None
 
 
+def _choices(graph: ir.Graph, bundle: Bundle, plan: Plan) -> Choices:
+    """Kernels for a bundle's main graph."""
+    return choose(
+        graph,
+        _dtype(bundle),
+        plan,
+        _quantize(bundle, plan),
+        has_cache=bundle.cache is not None,
+        is_causal=bundle.main_role != DECODER or bundle.decoder.min_chunk == 1,
+    )
+
+
 def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     cache, dtype = _cache(bundle, plan), _dtype(bundle)
     capacity = plan.kv_capacity + spare_rows(plan)
     main = ir.load(source / next(iter(bundle.graphs.values())).path).graph
-    choices = choose(main, dtype, plan, _quantize(bundle, plan), has_cache=cache is not None)
+    choices = _choices(main, bundle, plan)
     rope = int(dtype.itemsize * capacity * cache.head_dim) if cache is not None else 0
     linears: dict[str, int] = {}
     tables: dict[str, int] = {}

@@ -42,7 +42,13 @@ class Choices:
 
 
 def choose(
-    graph: ir.Graph, dtype: ir.DataType, plan: Plan, quantize: str, *, has_cache: bool
+    graph: ir.Graph,
+    dtype: ir.DataType,
+    plan: Plan,
+    quantize: str,
+    *,
+    has_cache: bool,
+    is_causal: bool,
 ) -> Choices:
     """Choose kernels for the main graph of a bundle.
 
@@ -52,11 +58,14 @@ def choose(
         plan: of the engine.
         quantize: type of rounded float weights, if any.
         has_cache: of keys and values.
+        is_causal: whether no token attends to later ones, also inside images.
 
     Raises:
         EdgeLLMError: ONNX Runtime does not support a flag.
     """
-    forms, said = _forms(graph, dtype, plan) if has_cache else ((Form.PLAIN,), "")
+    forms, said = (Form.PLAIN,), ""
+    if has_cache:
+        forms, said = _forms(graph, dtype, plan, is_causal=is_causal)
     gemms, gemm_said = _int_gemm(graph, dtype, plan, quantize)
     experts = ExpertLayer.all_of(graph)
     bits = ROUNDED_BITS.get(quantize, 0)
@@ -78,12 +87,16 @@ def choose(
     )
 
 
-def _forms(graph: ir.Graph, dtype: ir.DataType, plan: Plan) -> tuple[tuple[Form, ...], str]:
+def _forms(
+    graph: ir.Graph, dtype: ir.DataType, plan: Plan, *, is_causal: bool
+) -> tuple[tuple[Form, ...], str]:
     """The graphs, and notes on them for users."""
     wanted = options_of(plan).attention
     if wanted == PLAIN:
         return (Form.PLAIN,), ""
     forms, against = forms_of(graph, dtype, has_batches=plan.max_batch_size > 1)
+    if not is_causal:
+        forms, against = (Form.PLAIN,), "that is causal, and the tokens of an image are not"
     if against and wanted == FUSED:
         raise EdgeLLMError(f"--attention fused: {against}", hint="give --attention plain")
     return forms, f"attention is not fused: {against}" if against else ""

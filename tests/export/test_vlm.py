@@ -17,7 +17,9 @@ from conftest import write_tokenizer
 from portable import open_portable
 
 from edgellm.build.engine import build_engine
+from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
@@ -304,6 +306,14 @@ def test_logits_and_taps_equal_transformers(exported, session, chunks):
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(np.concatenate(logits), expected, atol=TOLERANCE)
     np.testing.assert_allclose(np.concatenate(taps), expected_taps, atol=5e-4)
+
+
+@pytest.mark.parametrize("exported", ["gemma3"], indirect=True)
+def test_causal_kernels_are_refused_if_images_are_not_causal(exported):
+    bundle: Path = exported[1]
+    plan = Plan(max_input_len=48, kv_capacity=CAPACITY, options=CpuOptions("onnxruntime"))
+    with pytest.raises(UnsupportedModelError, match="tokens of an image attend to each other"):
+        build_engine("llm", bundle, bundle.parent / "refused", plan, "onnxruntime", lambda _: None)
 
 
 def test_other_images_give_other_outputs(exported, session):
