@@ -36,6 +36,13 @@ class Tensor:
         """Return the values in numpy's type of the same name."""
         return np.frombuffer(self.data, _PLAIN[self.info.dtype]).reshape(self.info.shape)
 
+    def transposed(self) -> Tensor:
+        """Return the matrix with its axes swapped."""
+        rows, width = self.info.shape
+        bits = np.frombuffer(self.data, f"V{self.info.num_bytes // (rows * width)}")
+        turned = bits.reshape(rows, width).T.tobytes()
+        return Tensor(TensorInfo(self.info.dtype, (width, rows)), turned)
+
     def rows(self, begin: int, end: int) -> Tensor:
         """Return a part along the first axis."""
         row = self.info.num_bytes // self.info.shape[0]

@@ -179,13 +179,15 @@ def round_experts(
 def read_canonical(tensors: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
     """Return a layer's tensors by transformers' names, each expert's as `experts.3.up_proj`."""
     found: dict[str, Tensor] = {}
+    experts = family.experts
+    is_turned = experts is not None and _is_turned(tensors, experts)
     for name, parts in family.joined.items():
         if tensors.keys() >= {*parts}:
             found[name] = _joined([tensors[part] for part in parts])
     for name, tensor in tensors.items():
-        experts = family.experts
         if experts is not None and name in experts.joined:
-            found |= dict(_split(experts.prefix, tensor, experts.joined.index(name)))
+            which = experts.joined.index(name)
+            found |= dict(_split(experts.prefix, tensor, which, is_turned=is_turned))
         else:
             found.setdefault(family.canonical(name), tensor)
     return found
@@ -198,18 +200,32 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return Tensor(info, b"".join(bytes(each.data) for each in tensors))
 
 
-def _split(prefix: str, tensor: Tensor, which: int) -> Iterator[tuple[str, Tensor]]:
+def _is_turned(tensors: Mapping[str, Tensor], experts: Experts) -> bool:
+    """Return whether joined tensors are [E, in, out], as in published files of Qwen3-VL."""
+    norm = tensors.get("input_layernorm.weight")
+    if norm is None or not tensors.keys() >= {*experts.joined} or not experts.joined:
+        return False
+    gate_up, down = (tensors[name].info.shape for name in experts.joined)
+    (hidden,) = norm.info.shape
+    return gate_up[1] == hidden and down[2] == hidden
+
+
+def _split(
+    prefix: str, tensor: Tensor, which: int, *, is_turned: bool
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices of each expert: gate and up of [E, 2 I, H], or down of [E, H, I]."""
     count, rows, width = tensor.info.shape
     for index in range(count):
         own = Tensor(
             TensorInfo(tensor.info.dtype, (rows, width)), tensor.rows(index, index + 1).data
         )
+        own = own.transposed() if is_turned else own
         if which == 1:
             yield f"{prefix}.{index}.down_proj.weight", own
             continue
-        yield f"{prefix}.{index}.gate_proj.weight", own.rows(0, rows // 2)
-        yield f"{prefix}.{index}.up_proj.weight", own.rows(rows // 2, rows)
+        both = own.info.shape[0]
+        yield f"{prefix}.{index}.gate_proj.weight", own.rows(0, both // 2)
+        yield f"{prefix}.{index}.up_proj.weight", own.rows(both // 2, both)
 
 
 def _by_expert(names: Iterable[str]) -> dict[int, dict[str, str]]:

@@ -128,7 +128,9 @@ def _moved(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 _BEFORE = Family(readers={"input_layernorm": _QKV, "post_attention_layernorm": _GATED})
-_MIXED = replace(_BEFORE, experts=Experts())
+# Separate in most checkpoints, joined in those of Qwen3-VL and Qwen3.5
+_QWEN_EXPERTS = Experts(joined=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+_MIXED = replace(_BEFORE, experts=_QWEN_EXPERTS)
 _POST_NORM = Family(readers={})  # norms only after attention and MLP
 _SANDWICH = Family(
     readers={"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATED}, norm_shift=1.0
@@ -285,7 +287,7 @@ FAMILIES = {
     "qwen2": _BEFORE,
     "qwen2_moe": _MIXED,
     "qwen3": _BEFORE,
-    "qwen3_5_moe_text": replace(_DELTA, experts=Experts()),
+    "qwen3_5_moe_text": replace(_DELTA, experts=_QWEN_EXPERTS),
     "qwen3_5_text": _DELTA,
     "qwen3_moe": _MIXED,
     "qwen3_next": replace(_DELTA, experts=Experts()),

@@ -10,13 +10,16 @@ import torch
 from quantize_cases import load, make_job, make_model, write_text
 
 from edgellm.core.errors import EdgeLLMError
+from edgellm.export.checkpoints.checkpoint import TensorInfo
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.formats.quantized_linear import decode_linear
 from edgellm.quantize.formats.schemes import SCHEMES, Recipe
+from edgellm.quantize.formats.tensors import Tensor
 from edgellm.quantize.models.expert_rounding import Products, round_weight
-from edgellm.quantize.models.experts import FEW, ObservedExperts, watch
+from edgellm.quantize.models.experts import FEW, ObservedExperts, read_canonical, watch
+from edgellm.quantize.models.families import family_of
 from edgellm.quantize.pipeline.planning import make_plan
 from edgellm.quantize.pipeline.run import run_job
 from edgellm.quantize.report.notes import few_line
@@ -131,3 +134,24 @@ def test_autoround_rejects_experts(model, tmp_path):
     text = write_text(tmp_path / "text.jsonl")
     with pytest.raises(EdgeLLMError, match="autoround does not support mixture-of-experts models"):
         make_plan(make_job(model, text, tmp_path / "out", "int4_awq", algo="autoround"))
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_joined_experts_are_split_in_both_orders(is_turned):
+    """[E, 2 I, H] of Qwen3.5's published files, [E, H, 2 I] of Qwen3-VL's."""
+    hidden, inner = 8, 4  # gates and ups of an expert are square together
+    random = np.random.default_rng(3)
+    both, down = (random.random((3, *sizes), np.float32) for sizes in ((8, 8), (hidden, inner)))
+    stored = {"gate_up_proj": both, "down_proj": down}
+    tensors = {"input_layernorm.weight": _tensor(np.ones(hidden, np.float32))}
+    for name, array in stored.items():
+        turned = array.swapaxes(1, 2) if is_turned else array
+        tensors[f"mlp.experts.{name}"] = _tensor(np.ascontiguousarray(turned))
+    found = read_canonical(tensors, family_of({"model_type": "qwen3_moe"}))
+    expected = {"gate_proj": both[1, :inner], "up_proj": both[1, inner:], "down_proj": down[1]}
+    for part, values in expected.items():
+        np.testing.assert_array_equal(found[f"mlp.experts.1.{part}.weight"].floats(), values)
+
+
+def _tensor(array):
+    return Tensor(TensorInfo("F32", array.shape), array.tobytes())
