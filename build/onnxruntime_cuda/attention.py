@@ -41,16 +41,17 @@ class Form(Enum):
 
 
 def forms_of(
-    graph: ir.Graph, dtype: ir.DataType, *, has_batches: bool = False
+    graph: ir.Graph, dtype: ir.DataType, *, masks_by_products: bool = False
 ) -> tuple[tuple[Form, ...], str]:
     """The graphs of a network, and why they are not fused ("" if they are).
 
-    GroupQueryAttention takes several rows after others of one sequence only.
+    GroupQueryAttention takes several rows after others of one sequence only, and hides later rows
+    whatever its bias: batches, and images whose tokens attend to each other, need products.
     """
     against = why_not_fused(CachedAttention.all_of(graph, takes_sinks=True), dtype)
     if against:
         return (Form.PLAIN,), against
-    return (Form.PLAIN if has_batches else Form.MASKED, Form.CAUSAL), ""
+    return (Form.PLAIN if masks_by_products else Form.MASKED, Form.CAUSAL), ""
 
 
 def lower_cached_attention(

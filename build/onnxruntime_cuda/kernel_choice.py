@@ -94,9 +94,8 @@ def _forms(
     wanted = options_of(plan).attention
     if wanted == PLAIN:
         return (Form.PLAIN,), ""
-    forms, against = forms_of(graph, dtype, has_batches=plan.max_batch_size > 1)
-    if not is_causal:
-        forms, against = (Form.PLAIN,), "that is causal, and the tokens of an image are not"
+    by_products = plan.max_batch_size > 1 or not is_causal
+    forms, against = forms_of(graph, dtype, masks_by_products=by_products)
     if against and wanted == FUSED:
         raise EdgeLLMError(f"--attention fused: {against}", hint="give --attention plain")
     return forms, f"attention is not fused: {against}" if against else ""

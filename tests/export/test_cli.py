@@ -144,7 +144,7 @@ def test_missing_superfluous_and_misshapen_tensors_are_rejected(command_here, ch
 def test_faults_in_the_config_are_rejected(command_here, checkpoint, tmp_path):
     _edit_config(checkpoint, model_type="lama")
     assert_one_line_error(
-        _export(command_here, checkpoint, tmp_path / "out"), "'lama'", "supported: arcee"
+        _export(command_here, checkpoint, tmp_path / "out"), "'lama'", "supported: apertus"
     )
     _edit_config(checkpoint, model_type="llama", residual_multiplier=0.22)
     assert_one_line_error(
