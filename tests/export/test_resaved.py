@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import make_checkpoint, write_tokenizer
 from image_checkpoints import write_processor
-from resaved_processors import resave_processor
+from resaved_processors import resave_processors
 from visual_checkpoints import make_visual_checkpoint
 
 from edgellm.build.engine import build_engine
@@ -32,6 +32,24 @@ def resave(folder: Path, target: Path, kind: str) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def resaved(tmp_path_factory):
+    """Folders by use and model type, with processors that one process loads and saves again."""
+    folder = tmp_path_factory.mktemp("resaved")
+    for model_type in processors.supported():
+        write_processor(folder / "processor" / model_type, model_type)
+    for model_type in visual.supported():
+        tiny = visual.find(model_type).TINY
+        text = {**tiny["text_config"], "eos_token_id": 2}
+        source = make_visual_checkpoint(
+            folder / "model" / model_type, {**tiny, "text_config": text}
+        )
+        write_tokenizer(source, text["vocab_size"])
+    made = [*folder.glob("processor/*"), *folder.glob("model/*")]
+    resave_processors([(each, each.name, each / "saved") for each in made])
+    return folder
+
+
 @pytest.mark.parametrize("model_type", models.supported())
 def test_language_models_are_exported(tmp_path, model_type):
     source = make_checkpoint(tmp_path / "source", **models.find(model_type).TINY)
@@ -47,14 +65,10 @@ def _template(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("model_type", visual.supported())
-def test_vision_language_models_are_exported_and_built(tmp_path, model_type):
-    tiny = visual.find(model_type).TINY
-    text = {**tiny["text_config"], "eos_token_id": 2}
-    source = make_visual_checkpoint(tmp_path / "source", {**tiny, "text_config": text})
-    write_tokenizer(source, text["vocab_size"])
+def test_vision_language_models_are_exported_and_built(resaved, tmp_path, model_type):
+    source = resaved / "model" / model_type
     saved = resave(source, tmp_path / "saved", "AutoModelForImageTextToText")
-    resave_processor(source, model_type, tmp_path / "processor")
-    whole = tmp_path / "processor" / "processor_config.json"
+    whole = source / "saved" / "processor_config.json"
     (saved / whole.name).write_bytes(whole.read_bytes())
     weights = []
     for folder in (source, saved):
@@ -70,12 +84,11 @@ def test_vision_language_models_are_exported_and_built(tmp_path, model_type):
 
 
 @pytest.mark.parametrize("model_type", processors.supported())
-def test_processors_prepare_the_same(tmp_path, model_type):
+def test_processors_prepare_the_same(resaved, model_type):
     """The image settings are those of the original; videos have the processor's own."""
-    source = write_processor(tmp_path / "source", model_type)
-    resave_processor(source, model_type, tmp_path / "saved")
-    (tmp_path / "saved" / "config.json").write_bytes((source / "config.json").read_bytes())
-    expected, found = processors.load(source), processors.load(tmp_path / "saved")
+    source = resaved / "processor" / model_type
+    (source / "saved" / "config.json").write_bytes((source / "config.json").read_bytes())
+    expected, found = processors.load(source), processors.load(source / "saved")
     sizes = [(640, 480), (100, 900), (33, 33), (1920, 1080)]
     assert [found.count(size) for size in sizes] == [expected.count(size) for size in sizes]
     films = [getattr(each, "film", None) for each in (expected, found)]

@@ -29,9 +29,13 @@ _TORCHVISION += [f"torchvision.{name}" for name in ("io", "transforms", "transfo
 _TORCHVISION += ["torchvision.transforms.functional", "torchvision.transforms.v2.functional"]
 
 
-def resave_processor(folder: Path, model_type: str, target: Path) -> None:
-    """Load a folder's processors of images and videos in transformers, and save them."""
-    _run("resave", str(folder), model_type, str(target))
+def resave_processors(jobs: Sequence[tuple[Path, str, Path]]) -> None:
+    """Load folders' processors of images and videos in transformers, and save them.
+
+    Args:
+        jobs: folder, model type and the folder of the result.
+    """
+    _run("resave", json.dumps([[str(each) for each in job] for job in jobs]))
 
 
 def video_sizes(
@@ -74,16 +78,17 @@ def _video_processor(model_type: str) -> Any:
     return getattr(importlib.import_module(f"transformers.models.{module}"), name)
 
 
-def _resave(folder: str, model_type: str, target: str) -> None:
+def _resave(jobs: str) -> None:
     from image_checkpoints import reference
 
-    processor = reference(Path(folder), model_type)
-    if model_type in _VIDEO:
-        processor.video_processor = _video_processor(model_type).from_pretrained(folder)
-    own = Path(folder) / "processor_config.json"
-    for key, value in json.loads(own.read_text() if own.exists() else "{}").items():
-        setattr(processor, key, value)  # tokens of an image
-    processor.save_pretrained(target)
+    for folder, model_type, target in json.loads(jobs):
+        processor = reference(Path(folder), model_type)
+        if model_type in _VIDEO:
+            processor.video_processor = _video_processor(model_type).from_pretrained(folder)
+        own = Path(folder) / "processor_config.json"
+        for key, value in json.loads(own.read_text() if own.exists() else "{}").items():
+            setattr(processor, key, value)  # tokens of an image
+        processor.save_pretrained(target)
 
 
 def _sizes(processors: str, films: str) -> None:
