@@ -177,7 +177,7 @@ def test_flags_that_decode_plainly():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"spec": "hydra"}, "--spec hydra: give block, draft, eagle, medusa, mtp"),
+        ({"spec": "hydra"}, "--spec hydra: give block, draft, eagle, gemma4_assistant, "),
         ({"spec": "none", "eagle": True}, "--spec none decodes plainly"),
         ({"tree": "fixed"}, "--eagleTree needs speculation"),
         ({"steps": 3, "posterior_alpha": 0.1}, "--eagleDraftStep needs speculation"),
