@@ -40,7 +40,7 @@ OutputFile = Annotated[
     Path | None,
     typer.Option(
         "--outputFile",
-        help="Write the outputs to this JSON file. --inputFile needs it, except with --prove. "
+        help="Write the outputs to this JSON file; --inputFile needs it, except with --prove. "
         "Default: no file.",
         rich_help_panel="Output",
     ),

@@ -187,7 +187,7 @@ def test_without_a_connection_the_cache_answers_or_one_line_does(edgellm, tmp_pa
             ["mmproj-F16.gguf"],
         ),
         ("m-Q4_0.gguf", ["m-mmproj-Q8_0.gguf", "mmproj-other.gguf"], "", ["m-mmproj-Q8_0.gguf"]),
-        ("m-Q4_0.gguf", ["mmproj-F16.gguf"], "gemma3", []),
+        ("m-Q4_0.gguf", ["mmproj-F16.gguf"], "phi3", []),
         ("q/m-Q4_0.gguf", ["mmproj-F16.gguf"], "qwen2vl", []),
         ("m.safetensors", ["mmproj-F16.gguf"], "", []),
     ],
