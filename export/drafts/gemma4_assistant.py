@@ -3,11 +3,11 @@
 An assistant's layers have no keys and values of their own: those in windows read the base's last
 ones in windows, global layers its last global ones. All tokens that it drafts after a text have the
 position of the text's newest token, and attend to the tokens before that one. Its input is the
-base's embedding of a token beside the hidden state of the token before it.
+base's embedding of a token, and the hidden state of the token before it.
 
-So the graph projects keys and values again: hidden taps are the inputs of these two layers of the
-base and the output of its final norm, and a cache of two layers holds the result. Drafted tokens
-have no rows in it that count. A head with centroids multiplies the rows of the clusters that it
+So the graph projects keys and values again, and a cache of two layers holds them. The auxiliary
+hidden states are the inputs of these two layers of the base and the output of its final norm.
+Drafted tokens have no rows in the cache that count. A head with centroids multiplies the rows of the clusters that it
 chooses, and proposes no other tokens.
 
 Source: transformers (`Gemma4AssistantForCausalLM`, `SinglePositionMultiTokenCandidateGenerator`).

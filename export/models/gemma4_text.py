@@ -2,7 +2,7 @@
 
 E2B and E4B: each layer adds an embedding of the token for that layer (PLE). The last layers have
 no keys and values of their own. Heads of global layers have another size than those in windows.
-26B-A4B: a mixture of experts beside each MLP, whose router reads the stream before their norms.
+26B-A4B: experts next to each MLP, whose router reads the hidden states before their norms.
 L is the number of layers, P the size of a per-layer embedding.
 """
 
