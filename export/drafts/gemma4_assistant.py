@@ -7,12 +7,8 @@ base's embedding of a token, and the hidden state of the token before it.
 
 So the graph projects keys and values again, and a cache of two layers holds them. The auxiliary
 hidden states are the inputs of these two layers of the base and the output of its final norm.
-Drafted tokens have no rows in the cache that count. A head with centroids multiplies the rows of the clusters that it
-chooses, and proposes no other tokens.
-
-Source: transformers (`Gemma4AssistantForCausalLM`, `SinglePositionMultiTokenCandidateGenerator`).
-S rows of a pass, R rows of the head, H hidden size of the base, D of the assistant, N tokens that
-the head proposes.
+Drafted tokens have no rows in the cache that count. A head with centroids multiplies the rows of
+the clusters that it chooses, and proposes no other tokens.
 """
 
 from __future__ import annotations
