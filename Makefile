@@ -28,7 +28,7 @@ endef
 # They count what a server does in a time, so they run after the others.
 ALONE = $(addprefix tests/tools/serve/test_,clients.py load.py)
 
-.PHONY: adversary arm bench clients gpu-proof gpu-proof-dry demo test all-types most-tests tests-alone quick lint \
+.PHONY: adversary arm bench clients gpu-proof gpu-proof-dry demo test all-types most-tests tests-alone nightly-tests quick lint \
 	types quick-tests lowest newest wheel clean
 
 demo: $(DEMO_VENV)/installed
@@ -45,8 +45,13 @@ all-types: $(TEST_VENV)/installed
 
 most-tests: $(TEST_VENV)/installed
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
-		--dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 25 --folders \
+		--dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 25 --folders -m "not nightly" \
 		$(addprefix --ignore=,$(ALONE))
+
+# Every night: the tests that take too long for each change.
+nightly-tests: $(TEST_VENV)/installed
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
+		--dist loadfile --max-worker-restart 0 --durations 25 -m nightly
 
 tests-alone: most-tests
 	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --durations 10 $(ALONE)

@@ -141,7 +141,7 @@ def _install(userland: Userland, environment: str, *wanted: str, **variables: st
 def _add(userland: Userland, environment: str, *wanted: str, **variables: str) -> None:
     pip = [f"{environment}/bin/pip", "install", "--quiet", "--no-compile"]
     pip += ["--no-index", "--find-links", "/wheels"]
-    _there(userland, [*pip, *wanted], CXX="none", **variables)
+    _there(userland, [*pip, *wanted], **{"CXX": "none", **variables})
 
 
 def outputs(userland: Userland, _: list[str]) -> None:
