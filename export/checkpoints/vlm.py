@@ -28,6 +28,7 @@ class _Family:
     # Key of an image's tokens, and its default, if these may attend to each other
     bidirectional: tuple[str, int] | None = None
     states_attention: bool = False  # of the text config: whether they do
+    has_encoder: bool = True  # False: its encoder is not supported, only its language model
 
 
 _QWEN_KEYS = (
@@ -40,6 +41,7 @@ _QWEN_KEYS = (
 )
 _FAMILIES = {
     "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
+    "gemma3n": _Family(omits_tying=True, has_encoder=False),
     "gemma4": _Family(
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
@@ -79,7 +81,9 @@ _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", 
 def is_vlm(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a visual encoder."""
     config = checkpoint.config
-    return config.get("model_type") in supported() and config.get("vision_config") is not None
+    family = _FAMILIES.get(config.get("model_type", ""))
+    has_encoder = family is not None and family.has_encoder
+    return has_encoder and config.get("vision_config") is not None
 
 
 def supported() -> list[str]:
