@@ -57,6 +57,7 @@ _FAMILIES = {
     "qwen3_5_moe": _Family(interleaves_axes=True),
     "internvl": _Family(),
     "lfm2_vl": _Family(omits_tying=True),
+    "lfm3_vl": _Family(omits_tying=True),
     "mistral3": _Family(omits_tying=True),
     "idefics3": _Family(),
     "smolvlm": _Family(),

@@ -32,6 +32,7 @@ _FAMILIES = {
     "idefics3": "idefics3",
     "internvl": "internvl",
     "lfm2_vl": "lfm2_vl",
+    "lfm3_vl": "qwen2_vl",
     "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",

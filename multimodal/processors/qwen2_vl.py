@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size, split into patches.
+"""Qwen2-VL to Qwen3.5 and LFM3-VL: images of any size, split into patches.
 
 Sides are rounded to multiples of a merged patch, and the area to the checkpoint's limits (Qwen2-VL,
 arXiv 2409.12191, section 2.1; rounding as in transformers' `smart_resize`).
@@ -54,7 +54,7 @@ class Processor:
             settings, "Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor"
         )
         vision = checkpoint.model.section("vision_config")
-        usual = 16 if checkpoint.model_type.startswith("qwen3") else 14
+        usual = 16 if checkpoint.model_type.startswith(("qwen3", "lfm3")) else 14
         patch_size = settings.agree("patch_size", vision.side("patch_size", usual))
         merge_size = settings.agree("merge_size", vision.positive("spatial_merge_size", 2))
         frames = settings.agree("temporal_patch_size", vision.side("temporal_patch_size", 2))
@@ -64,7 +64,7 @@ class Processor:
         checkpoint.processor.finish()
         token = checkpoint.tokens.read("image_token", str, IMAGE_TOKEN)
         area = min_pixels, max_pixels
-        has_films = checkpoint.model_type != "qwen2_vl"
+        has_films = checkpoint.model_type not in ("qwen2_vl", "lfm3_vl")
         sizes = {"patch_size": patch_size, "merge_size": merge_size, "temporal_patch_size": frames}
         film = FilmRules.read(checkpoint, area, rules, sizes) if has_films else None
         return cls(

@@ -133,6 +133,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "lfm3_vl": {name: _QWEN3[name] for name in ("preprocessor_config", "config")},
     "mistral3": {
         "preprocessor_config": {
             "image_processor_type": "PixtralImageProcessorFast",
@@ -207,8 +208,9 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
     model_type, vision = config["model_type"], config["vision_config"]
     files = {name: dict(values) for name, values in FAMILIES[model_type].items()}
     image = files["preprocessor_config"]
-    if model_type.startswith("qwen"):
-        sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    if model_type.startswith(("qwen", "lfm3")):
+        merge_size = vision.get("spatial_merge_size", 2)
+        sizes = {"patch_size": vision["patch_size"], "merge_size": merge_size}
         side = 2 * vision["patch_size"]
         image.pop("size", None)
         image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
@@ -298,6 +300,7 @@ def reference(folder: Path, model_type: str) -> Any:
         ),
         "mistral3": (_pixtral_processor() if model_type == "mistral3" else None, _merging(folder)),
         "lfm2_vl": (transformers.Lfm2VlProcessor, {}),
+        "lfm3_vl": (transformers.Lfm3VlProcessor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),

@@ -44,7 +44,7 @@ FAMILIES = visual.supported()
 # Those of idefics3 and qwen3_vl
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 # Recurrent layers, experts, or layers of several sizes
-_CPU_ONLY = "qwen3_5", "lfm2", "qwen3_vl_moe", "gemma4"
+_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4"
 GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_CPU_ONLY)]
 # Forms of a family besides its TINY, and their text configs
 FORMS = {
@@ -107,7 +107,7 @@ def image_token(model_type: str) -> str:
 
 
 def _placeholder(model_type: str) -> str:
-    return _PLACEHOLDER["qwen" if model_type.startswith("qwen") else model_type]
+    return _PLACEHOLDER["qwen" if model_type.startswith(("qwen", "lfm3")) else model_type]
 
 
 def write_tokenizer(folder: Path, model_type: str) -> None:
@@ -260,8 +260,8 @@ class Reference:
             kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
             inputs |= film
-            if pixels:
-                inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
+        if pixels and config.model_type.startswith(("qwen", "lfm3")):
+            inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         with torch.no_grad():
             output = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
