@@ -147,6 +147,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_VISION_LAYERS, "num_patches": 16, "patch_size": 4},
     },
+    "lfm3_vl": {
+        "text_config": {
+            **{key: _TEXT[key] for key in _TEXT if key != "rms_norm_eps"},
+            "model_type": "lfm3", "initializer_range": 0.07, "head_dim": 32,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        "vision_config": {**_VISION_LAYERS, "num_key_value_heads": 2, "patch_size": 4},
+    },
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
 }  # fmt: skip

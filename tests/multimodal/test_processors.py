@@ -146,7 +146,7 @@ def test_several_images(pairs, model_type):
     images = [picture(90, 40), picture(40, 90, 1), picture(33, 33, 2), picture(200, 60, 3)]
     texts = ["before ", "\nbetween: ", "", " and é ", "\n\nafter"]
     prepared, output = compare(model_type, *pairs(model_type), images, texts)
-    if model_type.startswith("qwen"):
+    if model_type.startswith(("qwen", "lfm3")):
         grids = [(1, *item.grid) for item in prepared]
         assert np.array_equal(output["image_grid_thw"], grids)
 
