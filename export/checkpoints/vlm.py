@@ -6,6 +6,7 @@ older checkpoints of the hub have flat configs and other prefixes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,9 @@ class _Family:
     # Key of an image's tokens, and its default, if these may attend to each other
     bidirectional: tuple[str, int] | None = None
     states_attention: bool = False  # of the text config: whether they do
+    # Parts of tensors' names by those of the text architecture
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
     has_encoder: bool = True  # False: its encoder is not supported, only its language model
 
 
@@ -39,7 +43,19 @@ _QWEN_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
+# The text model of Cosmos3-Edge computes as Arcee's does. Its checkpoint also has the layers of a
+# generator of images, which transformers ignores, too.
+_GENERATOR = re.compile(
+    r"(_moe_gen\.|\.(add_[qkv]_proj|to_add_out|norm_added_[qk]|k_norm_und_for_gen)\.|"
+    r"(^|\.)(action_modality_embed$|action_proj_(in|out)\.|time_embedder\.|proj_(in|out)\.))"
+)
 _FAMILIES = {
+    "cosmos3_edge": _Family(
+        text_type="arcee",
+        interleaves_axes=True,
+        renamed={"up_proj": "fc1", "down_proj": "fc2"},
+        ignored=_GENERATOR,
+    ),
     "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
     "gemma3n": _Family(omits_tying=True, has_encoder=False),
     "gemma4": _Family(
@@ -74,6 +90,7 @@ _NOT_TEXT_PREFIXES = (
     "model.audio_tower.",
     "model.embed_audio.",
     "model.embed_vision.",
+    "model.projector.",
 )
 # Keys of Idefics3's text configs for its connector and training.
 _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")
@@ -100,9 +117,11 @@ class TextTower:
     images: ImageSpec | None = None  # None: text only
     prefix: str = "model."  # of its tensors in the whole checkpoint
     head_prefix: str = "lm_head."
+    renamed: Mapping[str, str] = field(default_factory=dict)  # see `_Family`
 
     def stored_name(self, name: str) -> str:
         """Name of the language model's tensor or module in the whole checkpoint."""
+        name = _with_parts(name, self.renamed)
         for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
             if name.startswith(own):
                 found = stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
@@ -125,21 +144,27 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         images = _image_spec(reader)
     prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
+    family = _FAMILIES[config["model_type"]]
+    own = {stored: plain for plain, stored in family.renamed.items()}
     names = {
-        plain + name.removeprefix(stored): name
+        plain + _with_parts(name.removeprefix(stored), own): name
         for name in infos
         for plain, stored in (("model.", prefix), ("lm_head.", head))
-        if name.startswith(stored) and not name.startswith(_NOT_TEXT_PREFIXES)
+        if name.startswith(stored)
+        and not name.startswith(_NOT_TEXT_PREFIXES)
+        and not (family.ignored and family.ignored.search(name))
     }
     tower = replace(
         checkpoint,
         config=_text_config(config),
         tensors=Renamed(checkpoint.tensors, names),
-        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
+        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head, own),
     )
     if images is None:
         tower = _on_one_axis(tower)
-    return TextTower(checkpoint=tower, images=images, prefix=prefix, head_prefix=head)
+    return TextTower(
+        checkpoint=tower, images=images, prefix=prefix, head_prefix=head, renamed=family.renamed
+    )
 
 
 def _plain(checkpoint: Checkpoint) -> TextTower:
@@ -158,7 +183,7 @@ def _plain(checkpoint: Checkpoint) -> TextTower:
         checkpoint=replace(
             checkpoint,
             tensors=Renamed(checkpoint.tensors, names),
-            quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head."),
+            quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head.", {}),
         ),
         prefix=prefix,
     )
@@ -186,7 +211,14 @@ def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
     )
 
 
-def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str, Any]:
+def _with_parts(name: str, renamed: Mapping[str, str]) -> str:
+    """A name whose parts between dots are replaced."""
+    return ".".join(renamed.get(part, part) for part in name.split(".")) if renamed else name
+
+
+def _renamed_layers(
+    config: dict[str, Any], prefix: str, head: str, renamed: Mapping[str, str]
+) -> dict[str, Any]:
     """Config entries by layer, with edgellm's names of layers."""
     layers = config.get("quantized_layers")
     if not isinstance(layers, dict):
@@ -195,7 +227,7 @@ def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str,
     for name, value in layers.items():
         for plain, stored in (("lm_head", head.removesuffix(".")), ("model.", prefix)):
             if name.startswith(stored):
-                own[plain + name.removeprefix(stored)] = value
+                own[_with_parts(plain + name.removeprefix(stored), renamed)] = value
                 break
     return {**config, "quantized_layers": own}
 

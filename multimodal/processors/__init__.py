@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from edgellm.multimodal.video import Film, Resize
 
 _FAMILIES = {
+    "cosmos3_edge": "qwen2_vl",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
     "idefics3": "idefics3",
