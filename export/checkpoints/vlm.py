@@ -13,7 +13,7 @@ from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import ImageSpec
-from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed, with_parts
 from edgellm.export.config.reader import ConfigReader
 
 
@@ -29,7 +29,7 @@ class _Family:
     # Key of an image's tokens, and its default, if these may attend to each other
     bidirectional: tuple[str, int] | None = None
     states_attention: bool = False  # of the text config: whether they do
-    # Parts of tensors' names by those of the text architecture
+    # Parts of tensors' names in the text architecture by those of files
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
     has_encoder: bool = True  # False: its encoder is not supported, only its language model
@@ -53,7 +53,14 @@ _FAMILIES = {
     "cosmos3_edge": _Family(
         text_type="arcee",
         interleaves_axes=True,
-        renamed={"up_proj": "fc1", "down_proj": "fc2"},
+        renamed={
+            "to_q": "q_proj",
+            "to_k": "k_proj",
+            "to_v": "v_proj",
+            "to_out": "o_proj",
+            "fc1": "up_proj",
+            "fc2": "down_proj",
+        },
         ignored=_GENERATOR,
     ),
     "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
@@ -99,14 +106,12 @@ _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", 
 def is_vlm(checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a visual encoder."""
     config = checkpoint.config
-    family = _FAMILIES.get(config.get("model_type", ""))
-    has_encoder = family is not None and family.has_encoder
-    return has_encoder and config.get("vision_config") is not None
+    return config.get("model_type") in supported() and config.get("vision_config") is not None
 
 
 def supported() -> list[str]:
-    """The model types of vision-language models."""
-    return sorted(_FAMILIES)
+    """The model types of vision-language models whose encoder is supported."""
+    return sorted(name for name, family in _FAMILIES.items() if family.has_encoder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +122,11 @@ class TextTower:
     images: ImageSpec | None = None  # None: text only
     prefix: str = "model."  # of its tensors in the whole checkpoint
     head_prefix: str = "lm_head."
-    renamed: Mapping[str, str] = field(default_factory=dict)  # see `_Family`
+    renamed: Mapping[str, str] = field(default_factory=dict)  # parts of files by those of its names
 
     def stored_name(self, name: str) -> str:
         """Name of the language model's tensor or module in the whole checkpoint."""
-        name = _with_parts(name, self.renamed)
+        name = with_parts(name, self.renamed)
         for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
             if name.startswith(own):
                 found = stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
@@ -142,28 +147,29 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     images = None
     if is_vlm(checkpoint):
         images = _image_spec(reader)
-    prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
+    prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in (*_TEXT_PREFIXES, "")])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
     family = _FAMILIES[config["model_type"]]
-    own = {stored: plain for plain, stored in family.renamed.items()}
     names = {
-        plain + _with_parts(name.removeprefix(stored), own): name
+        plain + with_parts(name.removeprefix(stored), family.renamed): name
         for name in infos
-        for plain, stored in (("model.", prefix), ("lm_head.", head))
-        if name.startswith(stored)
-        and not name.startswith(_NOT_TEXT_PREFIXES)
-        and not (family.ignored and family.ignored.search(name))
+        for plain, stored in (("lm_head.", head), ("model.", prefix))
+        if name.startswith(stored) and not name.startswith(_NOT_TEXT_PREFIXES)
+        if stored or not name.startswith(head)
+        if not (family.ignored and family.ignored.search(name))
     }
+    parts = {part for name in names.values() for part in name.split(".")}
+    renamed = {plain: stored for stored, plain in family.renamed.items() if stored in parts}
     tower = replace(
         checkpoint,
         config=_text_config(config),
         tensors=Renamed(checkpoint.tensors, names),
-        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head, own),
+        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head, family.renamed),
     )
     if images is None:
         tower = _on_one_axis(tower)
     return TextTower(
-        checkpoint=tower, images=images, prefix=prefix, head_prefix=head, renamed=family.renamed
+        checkpoint=tower, images=images, prefix=prefix, head_prefix=head, renamed=renamed
     )
 
 
@@ -211,11 +217,6 @@ def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
     )
 
 
-def _with_parts(name: str, renamed: Mapping[str, str]) -> str:
-    """A name whose parts between dots are replaced."""
-    return ".".join(renamed.get(part, part) for part in name.split(".")) if renamed else name
-
-
 def _renamed_layers(
     config: dict[str, Any], prefix: str, head: str, renamed: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def _renamed_layers(
     for name, value in layers.items():
         for plain, stored in (("lm_head", head.removesuffix(".")), ("model.", prefix)):
             if name.startswith(stored):
-                own[_with_parts(plain + name.removeprefix(stored), renamed)] = value
+                own[with_parts(plain + name.removeprefix(stored), renamed)] = value
                 break
     return {**config, "quantized_layers": own}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import onnx_ir as ir
 
@@ -90,6 +91,13 @@ class Model:
     """Embeddings, SigLIP's blocks and norm, and the merger, whose norm is before the merge."""
 
     parts = ("visual", "projector")
+    renamed: ClassVar = {
+        "to_q": "q_proj",
+        "to_k": "k_proj",
+        "to_v": "v_proj",
+        "up_proj": "fc1",
+        "down_proj": "fc2",
+    }
 
     def __init__(self, config: lfm2_vl.Config, weights: Weights) -> None:
         tower, projector = weights / "visual", weights / "projector"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 import onnx_ir as ir
 
@@ -238,6 +239,11 @@ class Model:
     """Patch embedding, layers and projector."""
 
     parts = ("vision_tower", "multi_modal_projector")
+    renamed: ClassVar = {
+        "patchifier": "patch_embed",
+        "q_layernorm": "q_norm",
+        "k_layernorm": "k_norm",
+    }
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config = config
