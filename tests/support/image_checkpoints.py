@@ -143,9 +143,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "image_mean": [0.5, 0.5, 0.5],
             "image_std": [0.5, 0.5, 0.5],
         },
+        "video_preprocessor_config": {
+            "video_processor_type": "Cosmos3EdgeVideoProcessor",
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 1,
+        },
         "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
     },
-    "lfm3_vl": {name: _QWEN3[name] for name in ("preprocessor_config", "config")},
+    "lfm3_vl": _QWEN3,
     "mistral3": {
         "preprocessor_config": {
             "image_processor_type": "PixtralImageProcessorFast",
