@@ -122,8 +122,15 @@ CHAT_TEMPLATE = (
     "{{ message['role'] }} : {{ message['content'] }} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
-# The last four are those of a mixture of experts next to an MLP.
-NORMS = ("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")
+# The scales are those of a mixture of experts next to an MLP, and of AltUp.
+NORMS = (
+    "norm.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "router.scale",
+    "per_expert_scale",
+    "correct_output_scale",
+)
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "system", "user", "assistant", "tool"]
 
 

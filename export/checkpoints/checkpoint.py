@@ -74,6 +74,11 @@ class Checkpoint:
         return str(config.get("quant_algo") or config.get("quant_method") or "none")
 
 
+def with_parts(name: str, renamed: Mapping[str, str]) -> str:
+    """A tensor's name with other parts between its dots."""
+    return ".".join(renamed.get(part, part) for part in name.split(".")) if renamed else name
+
+
 class Renamed:
     """Some tensors of a source under other names."""
 

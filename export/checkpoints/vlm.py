@@ -6,13 +6,14 @@ older checkpoints of the hub have flat configs and other prefixes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import ImageSpec
-from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed, with_parts
 from edgellm.export.config.reader import ConfigReader
 
 
@@ -28,6 +29,10 @@ class _Family:
     # Key of an image's tokens, and its default, if these may attend to each other
     bidirectional: tuple[str, int] | None = None
     states_attention: bool = False  # of the text config: whether they do
+    # Parts of tensors' names in the text architecture by those of files
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
+    has_encoder: bool = True  # False: its encoder is not supported, only its language model
 
 
 _QWEN_KEYS = (
@@ -38,8 +43,28 @@ _QWEN_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
+# The text model of Cosmos3-Edge computes as Arcee's does. Its checkpoint also has the layers of a
+# generator of images, which transformers ignores, too.
+_GENERATOR = re.compile(
+    r"(_moe_gen\.|\.(add_[qkv]_proj|to_add_out|norm_added_[qk]|k_norm_und_for_gen)\.|"
+    r"(^|\.)(action_modality_embed$|action_proj_(in|out)\.|time_embedder\.|proj_(in|out)\.))"
+)
 _FAMILIES = {
+    "cosmos3_edge": _Family(
+        text_type="arcee",
+        interleaves_axes=True,
+        renamed={
+            "to_q": "q_proj",
+            "to_k": "k_proj",
+            "to_v": "v_proj",
+            "to_out": "o_proj",
+            "fc1": "up_proj",
+            "fc2": "down_proj",
+        },
+        ignored=_GENERATOR,
+    ),
     "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
+    "gemma3n": _Family(omits_tying=True, has_encoder=False),
     "gemma4": _Family(
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
@@ -55,6 +80,7 @@ _FAMILIES = {
     "qwen3_5_moe": _Family(interleaves_axes=True),
     "internvl": _Family(),
     "lfm2_vl": _Family(omits_tying=True),
+    "lfm3_vl": _Family(omits_tying=True),
     "mistral3": _Family(omits_tying=True),
     "idefics3": _Family(),
     "smolvlm": _Family(),
@@ -71,6 +97,7 @@ _NOT_TEXT_PREFIXES = (
     "model.audio_tower.",
     "model.embed_audio.",
     "model.embed_vision.",
+    "model.projector.",
 )
 # Keys of Idefics3's text configs for its connector and training.
 _NOT_TEXT = ("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler")
@@ -83,8 +110,8 @@ def is_vlm(checkpoint: Checkpoint) -> bool:
 
 
 def supported() -> list[str]:
-    """The model types of vision-language models."""
-    return sorted(_FAMILIES)
+    """The model types of vision-language models whose encoder is supported."""
+    return sorted(name for name, family in _FAMILIES.items() if family.has_encoder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +122,11 @@ class TextTower:
     images: ImageSpec | None = None  # None: text only
     prefix: str = "model."  # of its tensors in the whole checkpoint
     head_prefix: str = "lm_head."
+    renamed: Mapping[str, str] = field(default_factory=dict)  # parts of files by those of its names
 
     def stored_name(self, name: str) -> str:
         """Name of the language model's tensor or module in the whole checkpoint."""
+        name = with_parts(name, self.renamed)
         for own, stored in (("lm_head", self.head_prefix), ("model.", self.prefix)):
             if name.startswith(own):
                 found = stored.removesuffix(".") + name.removeprefix(own.removesuffix("."))
@@ -118,23 +147,30 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     images = None
     if is_vlm(checkpoint):
         images = _image_spec(reader)
-    prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in _TEXT_PREFIXES])
+    prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in (*_TEXT_PREFIXES, "")])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
+    family = _FAMILIES[config["model_type"]]
     names = {
-        plain + name.removeprefix(stored): name
+        plain + with_parts(name.removeprefix(stored), family.renamed): name
         for name in infos
-        for plain, stored in (("model.", prefix), ("lm_head.", head))
+        for plain, stored in (("lm_head.", head), ("model.", prefix))
         if name.startswith(stored) and not name.startswith(_NOT_TEXT_PREFIXES)
+        if stored or not name.startswith(head)
+        if not (family.ignored and family.ignored.search(name))
     }
+    parts = {part for name in names.values() for part in name.split(".")}
+    renamed = {plain: stored for stored, plain in family.renamed.items() if stored in parts}
     tower = replace(
         checkpoint,
         config=_text_config(config),
         tensors=Renamed(checkpoint.tensors, names),
-        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head),
+        quant_config=_renamed_layers(checkpoint.quant_config, prefix, head, family.renamed),
     )
     if images is None:
         tower = _on_one_axis(tower)
-    return TextTower(checkpoint=tower, images=images, prefix=prefix, head_prefix=head)
+    return TextTower(
+        checkpoint=tower, images=images, prefix=prefix, head_prefix=head, renamed=renamed
+    )
 
 
 def _plain(checkpoint: Checkpoint) -> TextTower:
@@ -153,7 +189,7 @@ def _plain(checkpoint: Checkpoint) -> TextTower:
         checkpoint=replace(
             checkpoint,
             tensors=Renamed(checkpoint.tensors, names),
-            quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head."),
+            quant_config=_renamed_layers(checkpoint.quant_config, prefix, "lm_head.", {}),
         ),
         prefix=prefix,
     )
@@ -181,7 +217,9 @@ def _present(names: Iterable[str], choices: list[tuple[str, str]]) -> str:
     )
 
 
-def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str, Any]:
+def _renamed_layers(
+    config: dict[str, Any], prefix: str, head: str, renamed: Mapping[str, str]
+) -> dict[str, Any]:
     """Config entries by layer, with edgellm's names of layers."""
     layers = config.get("quantized_layers")
     if not isinstance(layers, dict):
@@ -190,7 +228,7 @@ def _renamed_layers(config: dict[str, Any], prefix: str, head: str) -> dict[str,
     for name, value in layers.items():
         for plain, stored in (("lm_head", head.removesuffix(".")), ("model.", prefix)):
             if name.startswith(stored):
-                own[plain + name.removeprefix(stored)] = value
+                own[with_parts(plain + name.removeprefix(stored), renamed)] = value
                 break
     return {**config, "quantized_layers": own}
 

@@ -85,13 +85,19 @@ OF_KV = ("k_proj", "v_proj", "k_norm", "v_norm")  # tensors that layers with sha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config(gemma2.Config):
-    """Gemma 4's config; `head_dim` is that of layers with windows."""
+class SharedKVConfig(gemma2.Config):
+    """Config of decoders with per-layer embeddings and layers that share keys and values."""
 
     per_layer_size: int = 0  # P; 0: no per-layer embeddings
     per_layer_vocab_size: int = 0
-    has_double_wide_mlp: bool = False  # in layers with shared KV
     has_equal_kv: bool = False  # values are keys before their norm and RoPE, in global layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(SharedKVConfig):
+    """Gemma 4's config; `head_dim` is that of layers with windows."""
+
+    has_double_wide_mlp: bool = False  # in layers with shared KV
     routing: Routing | None = None  # None: no experts
     # In sliding layers the tokens of an image attend to each other; global layers are causal.
     has_bidirectional_images: bool = False
@@ -149,7 +155,7 @@ class Config(gemma2.Config):
             reader.replace(rope_parameters=_ROPES)
         thetas = {kind: _ROPES[kind]["rope_theta"] for kind in _ROPES}
         ropes = read_ropes(reader, thetas, sizes, self.max_position_embeddings, PROPORTIONAL_ROPE)
-        sources = _sources(types, reader.read("num_kv_shared_layers", int, 0))
+        sources = read_sources(reader, types)
         of_type: dict[str, type[AttentionKind]] = dict.fromkeys(types, AttentionKind)
         if self.has_bidirectional_images:
             of_type[FULL] = CausalKind
@@ -223,13 +229,14 @@ def _heads_of(own: Mapping[str, Any], config: Config) -> tuple[int, int]:
     return found
 
 
-def _sources(types: Sequence[str], num_shared: int) -> list[int | None]:
+def read_sources(reader: ConfigReader, types: Sequence[str]) -> list[int | None]:
     """The layer whose keys and values a layer reads, None: its own.
 
-    The last `num_shared` layers read those of the last earlier layer of their type.
+    The last `num_kv_shared_layers` read those of the last earlier layer of their type.
     """
+    num_shared = reader.read("num_kv_shared_layers", int, 0)
     first = len(types) - num_shared
-    if num_shared < 0 or {*types[:first]} != {*types}:
+    if not 0 <= num_shared <= len(types) or {*types[:first]} != {*types}:
         raise UnsupportedModelError(
             f"config.json: num_kv_shared_layers = {num_shared}, so some layers have no earlier one "
             "of their type to share keys and values with",
@@ -242,7 +249,7 @@ def _sources(types: Sequence[str], num_shared: int) -> list[int | None]:
 class Attention:
     """Self-attention with norms of queries, keys and values; some layers compute queries alone."""
 
-    def __init__(self, config: Config, weights: Weights, layer: int) -> None:
+    def __init__(self, config: SharedKVConfig, weights: Weights, layer: int) -> None:
         self.num_heads, self.config = config.num_attention_heads, config
         hidden, bias, epsilon = config.hidden_size, config.qkv_bias, config.rms_norm_eps
         kind = config.kinds[layer]
@@ -379,7 +386,7 @@ class DecoderLayer:
         x = op.Add(x, self.post_feedforward_layernorm(op, self._feed_forward(op, x)))
         if self.per_layer_size:
             gate = activate(op, self.per_layer_input_gate(op, x), self.activation)
-            added = self.per_layer_projection(op, op.Mul(gate, state.shared[_input_name(layer)]))
+            added = self.per_layer_projection(op, op.Mul(gate, state.shared[input_name(layer)]))
             x = op.Add(x, self.post_per_layer_input_norm(op, added))
         factor = op.parameter(self.weights.take("layer_scalar", (1,), op.dtype))
         return op.Mul(x, op.cast(factor, op.dtype))
@@ -391,7 +398,7 @@ class DecoderLayer:
         return op.Add(self.post_feedforward_layernorm_1(op, y), self.experts(op, x))
 
 
-def _input_name(layer: int) -> str:
+def input_name(layer: int) -> str:
     """Name of a layer's embedding of all tokens among the shared values."""
     return f"per_layer_inputs.{layer}"
 
@@ -399,7 +406,7 @@ def _input_name(layer: int) -> str:
 class PerLayerInputs:
     """Embeddings of the tokens for each layer: of a table, and projected from their embedding."""
 
-    def __init__(self, config: Config, weights: Weights) -> None:
+    def __init__(self, config: SharedKVConfig, weights: Weights) -> None:
         self.num_layers, self.size = len(config.layer_kinds), config.per_layer_size
         width = self.num_layers * self.size
         self.scale = config.hidden_size**-0.5
@@ -460,5 +467,5 @@ class Model(gemma2.Model):
             if state.images is not None:
                 input_ids = state.images.text_ids(op, input_ids, self.pad_token_id)
             for layer, value in enumerate(self.per_layer_inputs(op, input_ids, x)):
-                state.shared[_input_name(layer)] = value
+                state.shared[input_name(layer)] = value
         return x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import ENCODER
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, GraphSpec
 from edgellm.export import visual
-from edgellm.export.checkpoints.checkpoint import Checkpoint
+from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed, with_parts
 from edgellm.export.checkpoints.encoder_hash import encoder_hash
 from edgellm.export.checkpoints.quantization_config import judge
 from edgellm.export.checkpoints.weights import Weights
@@ -73,8 +74,11 @@ def export_visual(
             f"{checkpoint.label} has no preprocessor_config.json",
             hint="copy preprocessor_config.json or processor_config.json to the weights' folder",
         )
+    parts: Mapping[str, str] = getattr(encoder.Model, "renamed", {})  # by those of files
+    names = {with_parts(name, parts): name for name in checkpoint.tensors.infos()}
+    tensors = Renamed(checkpoint.tensors, names)
     weights = Weights(
-        source=checkpoint.tensors,
+        source=tensors,
         quantization=checkpoint.quant_config,
         rounding=options.quantization,
     )
@@ -87,7 +91,7 @@ def export_visual(
         for name, content in checkpoint.processor_files.items():
             (folder / name).write_bytes(content)
         processors.load(folder)  # `visual_build` and the device read the same files
-        parameters = count_parameters([op], checkpoint.tensors)
+        parameters = count_parameters([op], tensors)
         manifest = Bundle(
             kind=VISUAL_BUNDLE,
             graphs={ENCODER: GraphSpec(f"{_GRAPH}.onnx")},

@@ -2,7 +2,8 @@
 
 A file exports `Model` (from pixel values to the language model's embeddings; attributes have the
 checkpoint's parameter names), `Config` (typed facts of the config) and `TINY` (a small config of
-the whole model for tests against transformers).
+the whole model for tests against transformers). `Model.renamed`, if any, has parts of parameter
+names by those that files have.
 """
 
 from __future__ import annotations

@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from edgellm.multimodal.video import Film, Resize
 
 _FAMILIES = {
+    "cosmos3_edge": "qwen2_vl",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "lfm2_vl": "lfm2_vl",
+    "lfm3_vl": "qwen2_vl",
     "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",

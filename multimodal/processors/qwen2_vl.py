@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: images of any size, split into patches.
+"""Qwen2-VL to Qwen3.5, LFM3-VL and Cosmos3-Edge: images of any size, split into patches.
 
 Sides are rounded to multiples of a merged patch, and the area to the checkpoint's limits (Qwen2-VL,
 arXiv 2409.12191, section 2.1; rounding as in transformers' `smart_resize`).
@@ -21,6 +21,7 @@ from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import (
     CLIP_MEAN,
     CLIP_STD,
+    HALF,
     PixelRules,
     merged_patches,
     require_class,
@@ -31,6 +32,9 @@ from edgellm.multimodal.video import Film, Resize
 
 IMAGE_TOKEN = "<|image_pad|>"  # default
 MAX_ASPECT_RATIO = 200
+_QWEN = "Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor"
+_COSMOS = ("Cosmos3EdgeImageProcessor",)
+_AREA = 56 * 56, 28 * 28 * 1280  # defaults of the smallest and largest number of pixels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,26 +49,28 @@ class Processor:
     max_pixels: int
     image_token: str
     film: FilmRules | None = None  # None: no video support
+    enlarges_strips: bool = False  # to one token along their short side, before all else
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
         """Build the processor; raises `UnsupportedModelError` for unsupported settings."""
-        settings = checkpoint.image
-        require_class(
-            settings, "Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor"
-        )
+        settings, model_type = checkpoint.image, checkpoint.model_type
+        is_cosmos = model_type == "cosmos3_edge"
+        require_class(settings, *(_COSMOS if is_cosmos else _QWEN))
         vision = checkpoint.model.section("vision_config")
-        usual = 16 if checkpoint.model_type.startswith("qwen3") else 14
+        usual = 16 if model_type.startswith(("qwen3", "lfm3", "cosmos3")) else 14
         patch_size = settings.agree("patch_size", vision.side("patch_size", usual))
         merge_size = settings.agree("merge_size", vision.positive("spatial_merge_size", 2))
-        frames = settings.agree("temporal_patch_size", vision.side("temporal_patch_size", 2))
-        min_pixels, max_pixels = _area(settings)
-        rules = PixelRules.read(settings, CLIP_MEAN, CLIP_STD, Image.Resampling.BICUBIC)
+        together = vision.side("temporal_patch_size", 1 if is_cosmos else 2)
+        frames = settings.agree("temporal_patch_size", together)
+        min_pixels, max_pixels = _area(settings, (256**2, 4096**2) if is_cosmos else _AREA)
+        usual_pixels = (HALF, HALF) if is_cosmos else (CLIP_MEAN, CLIP_STD)
+        rules = PixelRules.read(settings, *usual_pixels, Image.Resampling.BICUBIC)
         settings.finish()
         checkpoint.processor.finish()
         token = checkpoint.tokens.read("image_token", str, IMAGE_TOKEN)
         area = min_pixels, max_pixels
-        has_films = checkpoint.model_type != "qwen2_vl"
+        has_films = model_type not in ("qwen2_vl", "lfm3_vl", "cosmos3_edge")
         sizes = {"patch_size": patch_size, "merge_size": merge_size, "temporal_patch_size": frames}
         film = FilmRules.read(checkpoint, area, rules, sizes) if has_films else None
         return cls(
@@ -73,6 +79,7 @@ class Processor:
             max_pixels=max_pixels,
             image_token=token,
             film=film,
+            enlarges_strips=is_cosmos,
             **sizes,
         )
 
@@ -150,6 +157,9 @@ class Processor:
                 hint="allow more image tokens",
             )
         side = self.patch_size * self.merge_size
+        if self.enlarges_strips and min(width, height) < side:
+            scale = max(side / height, side / width)
+            width, height = int(width * scale), int(height * scale)
         rows, columns = round(height / side), round(width / side)
         area = rows * columns * side**2
         if area > self.max_pixels:
@@ -176,11 +186,11 @@ def _refuse_strip(width: int, height: int) -> None:
         )
 
 
-def _area(settings: Settings) -> tuple[int, int]:
+def _area(settings: Settings, usual: tuple[int, int]) -> tuple[int, int]:
     """The smallest and the largest number of pixels; all spellings mean areas, not edges."""
     size = settings.section("size")
-    least = size.positive("shortest_edge", size.positive("min_pixels", 56 * 56))
-    maximum = size.positive("longest_edge", size.positive("max_pixels", 28 * 28 * 1280))
+    least = size.positive("shortest_edge", size.positive("min_pixels", usual[0]))
+    maximum = size.positive("longest_edge", size.positive("max_pixels", usual[1]))
     size.finish()
     least = settings.positive("min_pixels", least)
     maximum = settings.positive("max_pixels", maximum)

@@ -33,10 +33,16 @@ def check_model(checkpoint: Checkpoint, ignored_keys: tuple[str, ...]) -> Decode
     """Return the config of a float model whose result can be exported.
 
     Raises:
-        UnsupportedModelError: the model is quantized, or its architecture is unsupported.
+        UnsupportedModelError: the model is quantized, computes embeddings, or its architecture is
+            unsupported.
         BrokenArtifactError: tensors are missing, unknown or of other shapes.
     """
     check_floats(checkpoint)
+    if checkpoint.pooling:
+        raise UnsupportedModelError(
+            f"{checkpoint.label} is an embedding model, for which calibration is unsupported",
+            hint="quantize its weights with llm_build --quantize int8 or int4",
+        )
     config = understand(checkpoint, ExportOptions(ignore_config_keys=ignored_keys))
     model_type = text_tower(checkpoint).checkpoint.config["model_type"]
     check_family(checkpoint.label, model_type)

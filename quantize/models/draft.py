@@ -33,7 +33,7 @@ def open_float_draft(draft_dir: str, base_dir: str, ignored_keys: tuple[str, ...
     base = LanguageModel.open(base_dir, ignored_keys)
     if base.carried is not None:
         raise UnsupportedModelError(
-            f"{checkpoint.label}: calibration of a draft of Gemma 4 is unsupported",
+            f"{checkpoint.label}: calibration of a draft of Gemma 3n or 4 is unsupported",
             hint="quantize its weights with llm_build --quantize int8 or int4",
         )
     if isinstance(facts, BlockConfig):

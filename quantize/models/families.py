@@ -27,6 +27,8 @@ _OF_LAYERS = (
     "layer_rope_theta",
     "mlp_layer_types",
     "num_attention_heads_per_layer",
+    "activation_sparsity_pattern",
+    "intermediate_size",  # of Gemma 3n
 )
 
 
@@ -180,6 +182,21 @@ FAMILIES = {
     "exaone4": _POST_NORM,
     "gemma2": replace(_SANDWICH, attention="eager"),  # sdpa lacks soft-capping
     "gemma3_text": _SANDWICH,
+    "gemma3n_text": Family(
+        readers={},
+        floats=(
+            *(
+                f"altup.{name}"
+                for name in ("correction_coefs", "modality_router", "prediction_coefs")
+            ),
+            "laurel.linear_left",
+            "laurel.linear_right",
+            "per_layer_input_gate",
+            "per_layer_projection",
+        ),
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        scales_values=False,
+    ),
     "gemma4_text": Family(
         readers={},
         floats=("per_layer_input_gate", "per_layer_projection"),
@@ -335,7 +352,7 @@ def check_family(label: str, model_type: str) -> None:
 def keep_layers(config: Any, layers: range) -> None:
     """Reduce transformers' complete config to some layers."""
     for key in _OF_LAYERS:
-        if values := vars(config).get(key):
+        if isinstance(values := vars(config).get(key), (list, tuple)):
             setattr(config, key, [values[index] for index in layers])
     if (attending := getattr(config, "attn_layer_indices", None)) is not None:
         config.attn_layer_indices = [at for at, each in enumerate(layers) if each in attending]
@@ -349,6 +366,9 @@ def keep_layers(config: Any, layers: range) -> None:
 def _keep_shared_kv(config: Any, layers: range) -> None:
     """Keep sizes of heads, and no keys and values in layers that share them."""
     if (shared := getattr(config, "num_kv_shared_layers", None)) is None:
+        return
+    if config.model_type == "gemma3n_text":  # see `AltUpStates.plain`
+        config.num_kv_shared_layers = 0
         return
     sizes = ("head_dim", "num_key_value_heads")
     own = [config.per_layer_config[layer] for layer in layers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.vlm import TextTower, text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.models import gemma4_text
 from edgellm.export.pipeline.llm import understand
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.quantize.calibration.hidden_states import States
@@ -26,7 +25,7 @@ from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.formats.tensors import Tensor, read_below, read_tensor
 from edgellm.quantize.metrics.divergence import Targets
 from edgellm.quantize.metrics.questions import Questions, padded_inputs, read_outputs
-from edgellm.quantize.models.carried_states import MODULES, OF_SHARED, CarriedStates
+from edgellm.quantize.models.carried_states import CarriedStates, carried_states
 from edgellm.quantize.models.checks import HEAD, check_model, needed_bytes
 from edgellm.quantize.models.experts import read_canonical
 from edgellm.quantize.models.families import Family, family_of, finish_logits
@@ -200,7 +199,7 @@ class LanguageModel:
         text = {self.stored_name(name) for name in self.tensors.infos()}
         others = {_module_of(name) for name in names if name not in text}
         own = ["lm_head", self.embedding_name.removesuffix(".weight")]
-        own += MODULES if self.carried is not None and self.carried.per_layer else ()
+        own += self.carried.float_modules if self.carried is not None else ()
         return (*map(self.stored_name, own), *sorted(others))
 
     def stored_name(self, name: str) -> str:
@@ -241,30 +240,36 @@ class LanguageModel:
     @cached_property
     def carried(self) -> CarriedStates | None:
         """Values of the hidden states other than the residual stream; None: there are none."""
-        config = self.config
-        return CarriedStates(config) if isinstance(config, gemma4_text.Config) else None
+        return carried_states(self.config)
 
     def layer_source(self, index: int) -> dict[str, Tensor]:
         """See `QuantizedNetwork`."""
         found = read_below(self.tensors, self.layers[index])
         found = {name: value for name, value in found.items() if not name.endswith("inv_freq")}
         if self.carried is not None and self.carried.is_shared(index):
-            found = {name: each for name, each in found.items() if not name.startswith(OF_SHARED)}
+            unused = self.carried.of_shared
+            found = {name: each for name, each in found.items() if not name.startswith(unused)}
         return read_canonical(found, self.family)
 
     def layer_model(
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
         """See `QuantizedNetwork`."""
-        model = layer_model(self.checkpoint.config, index, tensors, device)
-        return model if self.carried is None else self.carried.attach(model, index)
+        config, carried = self.checkpoint.config, self.carried
+        if carried is None:
+            return layer_model(config, index, tensors, device)
+        change = partial(carried.plain, is_shared=carried.is_shared(index))
+        return carried.attach(layer_model(config, index, tensors, device, change), index)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """Return the final norm and the head."""
         found = read_below(self.tensors, f"model.{self.family.norm}.")
         norm = {name: value.floats() for name, value in found.items()}
         model = head_model(self.checkpoint.config, norm, head, device)
-        return model if self.carried is None else self.carried.attach_norm(model)
+        if self.carried is None:
+            return model
+        self.carried.plain(model.model, is_shared=False)
+        return self.carried.attach_norm(model, self.tensors)
 
     def states_shape(self, rows: Ids, layer: int) -> tuple[int, int, int]:
         """Return the shape of one hidden state for each token."""
@@ -274,7 +279,7 @@ class LanguageModel:
     @property
     def _width(self) -> int:
         """Numbers of a hidden state."""
-        return self.config.hidden_size + (self.carried.width if self.carried is not None else 0)
+        return self.config.hidden_size if self.carried is None else self.carried.width
 
     def prepare(self, task: Task, streams: Mapping[str, States], notify: Notify) -> None:
         """Write the token embeddings."""

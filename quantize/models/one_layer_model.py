@@ -6,7 +6,7 @@ ModelOpt quantizes and exports models, not layers. A one-layer model needs the m
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from edgellm.quantize.models.families import Family, family_of, keep_layers
 _TINY_VOCABULARY = 8
 _OTHER_VOCABULARIES = ("vocab_size_per_layer_input",)
 LAYER = "model.layers.{}."
+Change = Callable[[Any], None]
 
 
 def quiet_transformers() -> None:
@@ -31,7 +32,11 @@ def quiet_transformers() -> None:
 
 
 def layer_model(
-    config: Mapping[str, Any], index: int, tensors: Mapping[str, F32], device: torch.device
+    config: Mapping[str, Any],
+    index: int,
+    tensors: Mapping[str, F32],
+    device: torch.device,
+    change: Change = lambda _: None,
 ) -> PreTrainedModel:
     """Return a float32 model of the layer `index`; its final norm is the identity.
 
@@ -40,11 +45,13 @@ def layer_model(
         index: of the layer, which decides its type.
         tensors: of that layer, such as "self_attn.q_proj.weight".
         device: where it computes.
+        change: of transformers' model without its head, before the tensors are loaded.
 
     Raises:
         UnsupportedModelError: transformers expects other tensors.
     """
     model = _empty(config, range(index, index + 1), device)
+    change(model.model)
     setattr(model.model, family_of(config).norm, nn.Identity())
     load_layer(model, tensors, LAYER.format(index))
     return model

@@ -147,6 +147,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_VISION_LAYERS, "num_patches": 16, "patch_size": 4},
     },
+    "cosmos3_edge": {
+        "text_config": {
+            **_TEXT, "head_dim": 32, "rope_parameters": {
+                "rope_theta": 10000.0, "rope_type": "default", "mrope_section": [6, 5, 5],
+            },
+        },
+        "vision_config": {**_VISION_LAYERS, "num_patches": 16, "patch_size": 4},
+        "initializer_range": 0.2,
+    },
+    "lfm3_vl": {
+        "text_config": {
+            **{key: _TEXT[key] for key in _TEXT if key != "rms_norm_eps"},
+            "model_type": "lfm3", "initializer_range": 0.07, "head_dim": 32,
+            "layer_types": ["conv", "full_attention"] * 2,
+        },
+        "vision_config": {**_VISION_LAYERS, "num_key_value_heads": 2, "patch_size": 4},
+    },
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
 }  # fmt: skip
@@ -349,8 +366,8 @@ def test_gemma_4_without_an_encoder(tmp_path):
 
 def test_the_manifest_has_image_tokens_and_position_axes(exported):
     spec = _spec(exported)
-    is_qwen = spec.images.model_type.startswith("qwen")
-    assert spec.position_axes == (3 if is_qwen else 1)
+    has_axes = spec.images.model_type.startswith(("qwen", "cosmos3"))
+    assert spec.position_axes == (3 if has_axes else 1)
     assert spec.images.token_id == IMAGE_TOKEN
     levels = {"qwen3_vl": 2, "qwen3_vl_moe": 1}
     assert spec.images.num_deepstack == levels.get(spec.images.model_type, 0)

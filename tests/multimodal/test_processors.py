@@ -15,6 +15,7 @@ from image_checkpoints import (
     INTERNVL,
     QWEN,
     byte_tokenizer,
+    channels_last,
     patches_of,
     picture,
     places_of,
@@ -98,6 +99,8 @@ def compare(model_type, ours, theirs, images, texts):
         pixels, places = patches_by_row(ours, prepared)
         found = np.asarray(output["image_position_ids"])
         assert np.array_equal(found[(found >= 0).all(axis=-1)], np.concatenate(places))
+    if model_type == "cosmos3_edge":
+        pixels = [channels_last(each, ours.patch_size) for each in pixels]
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
     if model_type == "lfm2_vl":
@@ -130,7 +133,16 @@ def test_sizes(pairs, model_type, size):
 @given(size=SIZE)
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen2_5_vl", "qwen3_vl", "internvl", "idefics3", "mistral3", "lfm2_vl", "gemma4"],
+    [
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "internvl",
+        "idefics3",
+        "mistral3",
+        "lfm2_vl",
+        "gemma4",
+        "cosmos3_edge",
+    ],
 )
 def test_many_sizes(pairs, model_type, size):
     assume(model_type != "mistral3" or not is_strip(size))
@@ -146,7 +158,7 @@ def test_several_images(pairs, model_type):
     images = [picture(90, 40), picture(40, 90, 1), picture(33, 33, 2), picture(200, 60, 3)]
     texts = ["before ", "\nbetween: ", "", " and é ", "\n\nafter"]
     prepared, output = compare(model_type, *pairs(model_type), images, texts)
-    if model_type.startswith("qwen"):
+    if model_type.startswith(("qwen", "lfm3", "cosmos3")):
         grids = [(1, *item.grid) for item in prepared]
         assert np.array_equal(output["image_grid_thw"], grids)
 

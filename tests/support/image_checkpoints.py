@@ -133,6 +133,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN3,
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "cosmos3_edge": {
+        "preprocessor_config": {
+            "image_processor_type": "Cosmos3EdgeImageProcessorFast",
+            "size": {"shortest_edge": 2 * 32 * 32, "longest_edge": 40 * 32 * 32},
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 1,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        "video_preprocessor_config": {
+            "video_processor_type": "Cosmos3EdgeVideoProcessor",
+            "patch_size": 16,
+            "merge_size": 2,
+            "temporal_patch_size": 1,
+        },
+        "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
+    },
+    "lfm3_vl": _QWEN3,
     "mistral3": {
         "preprocessor_config": {
             "image_processor_type": "PixtralImageProcessorFast",
@@ -207,8 +226,9 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
     model_type, vision = config["model_type"], config["vision_config"]
     files = {name: dict(values) for name, values in FAMILIES[model_type].items()}
     image = files["preprocessor_config"]
-    if model_type.startswith("qwen"):
-        sizes = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    if model_type.startswith(("qwen", "lfm3", "cosmos3")):
+        merge_size = vision.get("spatial_merge_size", 2)
+        sizes = {"patch_size": vision["patch_size"], "merge_size": merge_size}
         side = 2 * vision["patch_size"]
         image.pop("size", None)
         image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
@@ -252,6 +272,12 @@ def write_processor(folder: Path, model_type: str, **changes: Any) -> Path:
     for name, values in files.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
     return folder
+
+
+def channels_last(patches: np.ndarray, patch_size: int) -> np.ndarray:
+    """Patches of one frame [P, 3*p*p] as [P, p*p*3]."""
+    apart = patches.reshape(len(patches), 3, patch_size**2)
+    return np.ascontiguousarray(apart.swapaxes(1, 2)).reshape(len(patches), -1)
 
 
 def byte_tokenizer(special: list[str]) -> Any:
@@ -298,6 +324,8 @@ def reference(folder: Path, model_type: str) -> Any:
         ),
         "mistral3": (_pixtral_processor() if model_type == "mistral3" else None, _merging(folder)),
         "lfm2_vl": (transformers.Lfm2VlProcessor, {}),
+        "lfm3_vl": (transformers.Lfm3VlProcessor, {}),
+        "cosmos3_edge": (transformers.Cosmos3EdgeProcessor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),

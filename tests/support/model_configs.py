@@ -117,6 +117,9 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "mlp_layer_types": st.none() | st.lists(
         st.sampled_from(["dense", "sparse"]), min_size=2, max_size=4
     ),
+    "activation_sparsity_pattern": st.none() | st.lists(
+        st.sampled_from([0.0, 0.5, 0.95, -1.0]), min_size=2, max_size=4
+    ),
     "gating": st.sampled_from([True, "per-head", "per-element"]),
     "attn_layer_indices": st.none() | st.lists(st.integers(0, 3), max_size=2),
     "mlp_only_layers": st.none() | st.lists(st.integers(0, 4), max_size=2),
@@ -146,7 +149,13 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
                     st.sampled_from([None, 2.0, 30, 0.0])),
 }  # fmt: skip
 _OF_LAYERS = ("layer_types", "layers_block_type")
-_BY_LAYER = (*_OF_LAYERS, "layer_rope_theta", "mlp_layer_types", "num_attention_heads_per_layer")
+_BY_LAYER = (
+    *_OF_LAYERS,
+    "layer_rope_theta",
+    "mlp_layer_types",
+    "num_attention_heads_per_layer",
+    "activation_sparsity_pattern",
+)
 # Of all classes: of training, of storage, of other tasks.
 _OTHERS = frozenset(
     ["transformers_version", "architectures", "output_hidden_states", "return_dict", "dtype",

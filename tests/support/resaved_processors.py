@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 _VIDEO = {
+    "cosmos3_edge": "cosmos3_edge.video_processing_cosmos3_edge.Cosmos3EdgeVideoProcessor",
     "gemma4": "gemma4.video_processing_gemma4.Gemma4VideoProcessor",
+    "lfm3_vl": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
     "qwen2_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",
     "qwen2_5_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",
     "qwen3_5": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",

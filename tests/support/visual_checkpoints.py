@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from image_checkpoints import patches_of, places_of, planes_of, write_tiny_processor
+from image_checkpoints import channels_last, patches_of, places_of, planes_of, write_tiny_processor
 
 from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
@@ -138,11 +138,11 @@ class VisualModel:
             return [[self._patch_features(*each)] for each in zip(pixels, grids, strict=True)]
         if self.spec.model_type == "gemma4":
             return [[self._pooled_features(*each)] for each in zip(pixels, grids, strict=True)]
-        sizes = torch.tensor([(1, *grid) for grid in grids])
+        sizes, whole = torch.tensor([(1, *grid) for grid in grids]), np.concatenate(pixels)
+        if self.spec.model_type == "cosmos3_edge":
+            whole = channels_last(whole, self.spec.patch_size)
         with torch.no_grad():
-            found = self.reference.model.get_image_features(
-                torch.from_numpy(np.concatenate(pixels)), sizes
-            )
+            found = self.reference.model.get_image_features(torch.from_numpy(whole), sizes)
         outputs = [[embeds.numpy()] for embeds in found.pooler_output]
         if self.spec.num_deepstack:
             for output, *levels in zip(outputs, *found.deepstack_features, strict=True):

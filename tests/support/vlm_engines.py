@@ -19,6 +19,7 @@ from image_checkpoints import (
     NAMED_TOKENS,
     PIXTRAL,
     QWEN,
+    channels_last,
     patches_of,
     places_of,
     planes_of,
@@ -41,10 +42,11 @@ SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL, *LFM]
 SPECIAL += GEMMA4.values()
 VOCABULARY = 96
 FAMILIES = visual.supported()
+QWEN_LIKE = ("qwen", "lfm3", "cosmos3")  # placeholders and grids as Qwen's
 # Those of idefics3 and qwen3_vl
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 # Recurrent layers, experts, or layers of several sizes
-_CPU_ONLY = "qwen3_5", "lfm2", "qwen3_vl_moe", "gemma4"
+_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4"
 GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_CPU_ONLY)]
 # Forms of a family besides its TINY, and their text configs
 FORMS = {
@@ -107,7 +109,7 @@ def image_token(model_type: str) -> str:
 
 
 def _placeholder(model_type: str) -> str:
-    return _PLACEHOLDER["qwen" if model_type.startswith("qwen") else model_type]
+    return _PLACEHOLDER["qwen" if model_type.startswith(QWEN_LIKE) else model_type]
 
 
 def write_tokenizer(folder: Path, model_type: str) -> None:
@@ -248,20 +250,23 @@ class Reference:
             for place, each in zip(inputs["pixel_values"], planes, strict=True):
                 place[:, : each.shape[1], : each.shape[2]] = each
         elif pixels:
-            together = torch.from_numpy(np.concatenate(pixels))
+            whole = np.concatenate(pixels)
+            if config.model_type == "cosmos3_edge":
+                whole = channels_last(whole, config.vision_config.patch_size)
+            together = torch.from_numpy(whole)
             is_tiles = config.model_type in ("idefics3", "smolvlm")
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type == "gemma3":
             inputs["token_type_ids"] = (tokens == config.image_token_id).long()
         if config.model_type == "gemma4":
             inputs["mm_token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type.startswith("qwen"):
+        if config.model_type.startswith(("qwen", "cosmos3")):
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
             inputs |= film
-            if pixels:
-                inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
+        if pixels and config.model_type.startswith(QWEN_LIKE):
+            inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         with torch.no_grad():
             output = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2

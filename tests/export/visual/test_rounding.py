@@ -91,7 +91,9 @@ def test_quantized_float16_graphs_are_close_to_float32(checkpoint, tmp_path, pre
     )
     for array, exact in zip(found, floats, strict=True):
         distance = np.linalg.norm(array - exact) / np.linalg.norm(exact)
-        assert 1e-3 < distance < {"int8": 0.05, "fp8": 0.1}[precision]
+        # Gates multiply the errors of two rounded layers.
+        farthest = 0.2 if manifest.vision.model_type == "lfm3_vl" else 0.1
+        assert 1e-3 < distance < {"int8": 0.05, "fp8": farthest}[precision]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

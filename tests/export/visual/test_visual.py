@@ -250,6 +250,16 @@ _HUB = {
         {"text_config": {"hidden_size": 1024}, "downsample_factor": 2, "projector_bias": True,
          "projector_hidden_size": 2560, "vision_feature_layer": -1}, 96,
     ),
+    "lfm3_vl": (
+        {"conv_kernel_size": 3, "hidden_size": 1024, "in_channels": 3, "intermediate_size": 2560,
+         "layer_types": ["conv", "conv", *["full_attention", "conv"] * 6],
+         "model_type": "lfm3_vl_vision", "norm_eps": 1e-05, "num_attention_heads": 16,
+         "num_hidden_layers": 14, "num_key_value_heads": 8, "patch_size": 16,
+         "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "axial"},
+         "spatial_merge_size": 2, "temporal_patch_size": 2},
+        {"text_config": {"hidden_size": 2048}, "projector_bias": True,
+         "projector_hidden_act": "gelu", "projector_hidden_size": 4096}, 96,
+    ),
     "mistral3": (
         {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
          "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",

@@ -170,6 +170,22 @@ def test_an_unknown_family_is_rejected(tmp_path, text, monkeypatch):
     assert not (tmp_path / "result").exists()
 
 
+def test_embedding_models_are_rejected(tmp_path, text):
+    """The result would be exported as a language model: nothing would say how it pools."""
+    model = make_model(tmp_path / "model", "qwen3")
+    kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    package = "sentence_transformers.models"
+    modules = [{"type": f"{package}.{name}", "path": path} for name, path in kinds]
+    (model / "modules.json").write_text(json.dumps(modules))
+    (model / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 96, "pooling_mode_lasttoken": True}
+    (model / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with pytest.raises(UnsupportedModelError, match="is an embedding model") as error:
+        run_job(make_job(model, text, tmp_path / "result", "fp8"), lambda *_: None)
+    assert "llm_build --quantize int8" in error.value.hint
+    assert not (tmp_path / "result").exists()
+
+
 def _run(job: Job) -> tuple[Quality, np.ndarray]:
     """Return a run's quality and its held-out text."""
     report = run_job(job, lambda *_: None)
