@@ -120,7 +120,8 @@ PATCH_POSITIONS = "patch_positions"  # int64 [P, 2]; row and column of each patc
 WINDOW_SLOTS = "window_slots"  # int64 [W * Z]; the patch in each slot of the padded windows
 WINDOW_MASK = "window_mask"  # bool [W, Z]; false: padding, whose slot may hold any patch
 WINDOW_ROWS = "window_rows"  # int64 [P]; the slot of each patch
-POS_EMBED_INDEX = "pos_embed_index"  # int64 [4, P]; neighbours in the table of positions
+# int64 [4, P]; neighbours in the table of positions, or [1, P]: the nearest one alone
+POS_EMBED_INDEX = "pos_embed_index"
 # float32 [P, G * G]; weights of all learned positions, of which G are along a side
 POS_EMBED_SHARES = "pos_embed_shares"
 POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; weight of each neighbour

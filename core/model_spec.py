@@ -214,6 +214,8 @@ class VisionSpec:
     num_parameters: int
     # The table is interpolated with antialiasing: `POS_EMBED_SHARES`, not four neighbours
     antialiases_positions: bool = False
+    # A patch has the nearest position of the table: `POS_EMBED_INDEX` has one row, without weights
+    has_nearest_positions: bool = False
 
     @property
     def patch_values(self) -> int:

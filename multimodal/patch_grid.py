@@ -33,8 +33,11 @@ def grid_inputs(rows: int, columns: int, spec: VisionSpec) -> dict[str, np.ndarr
     if spec.image_size:
         return {}
     positions = patch_positions(rows, columns, spec.merge_size)
-    if spec.antialiases_positions:  # the only positions of such encoders
+    # Of the next two kinds these are the only positions
+    if spec.antialiases_positions:
         return {POS_EMBED_SHARES: position_shares(positions, rows, columns, spec.position_grid)}
+    if spec.has_nearest_positions:
+        return {POS_EMBED_INDEX: nearest_positions(positions, rows, columns, spec.position_grid)}
     inputs: dict[str, np.ndarray] = {PATCH_POSITIONS: positions}
     if spec.window_size:
         slots, mask, places = window_arrays(positions, rows, columns, spec.window_size)
@@ -99,6 +102,15 @@ def position_neighbours(
     up, near = 1 - down, 1 - right
     weight = np.stack([up * near, up * right, down * near, down * right])
     return index, weight.astype(np.float32)
+
+
+def nearest_positions(positions: I64, rows: int, columns: int, side: int) -> I64:
+    """Row of a table of `side` by `side` positions for each patch, int64 [1, P].
+
+    A patch has the position that its upper left corner lies in, if the table covers the image.
+    """
+    down, across = positions[:, 0] * side // rows, positions[:, 1] * side // columns
+    return (down * side + across)[None]
 
 
 def position_shares(positions: I64, rows: int, columns: int, side: int) -> NDArray[np.float32]:

@@ -41,7 +41,7 @@ BY_POSITION = {
 }
 KERNELS = "device_runtime/kernels/triton/"  # a kernel takes addresses and sizes, no objects
 # One file for each architecture, and for each family's format of tool calls.
-CROWDED = {"export/models", "tools/serve/tool_calls/formats"}
+CROWDED = {"export/models", "export/visual", "tools/serve/tool_calls/formats"}
 
 
 def _faults(path: Path) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
@@ -141,12 +141,7 @@ class ImageReader:
                 hint=f"enlarge it, or build with --minImageTokens {prepared.num_tokens}",
             )
         embeds, deepstack = self._encode(prepared)
-        small = Prepared(
-            pixels=np.zeros(0, np.float32),
-            grid=prepared.grid,
-            num_tokens=len(embeds),
-            prompt=prepared.prompt,
-        )
+        small = replace(prepared, pixels=np.zeros(0, np.float32), num_tokens=len(embeds))
         grids: tuple[Grid, ...] = ()
         if self._decoder.position_axes == 3:
             assert isinstance(self.processor, _Merges)

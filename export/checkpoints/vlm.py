@@ -25,6 +25,7 @@ class _Family:
     # Of configs that hold the text tower's keys as well as these.
     other_keys: tuple[str, ...] = ()
     interleaves_axes: bool = False  # of M-RoPE, even if its config does not state it
+    takes_grids: bool = True  # M-RoPE of images; else their tokens have positions as text does
     omits_tying: bool = False  # without `tie_word_embeddings` the text model's default counts
     # Key of an image's tokens, and its default, if these may attend to each other
     bidirectional: tuple[str, int] | None = None
@@ -81,6 +82,7 @@ _FAMILIES = {
     "internvl": _Family(),
     "lfm2_vl": _Family(omits_tying=True),
     "lfm3_vl": _Family(omits_tying=True),
+    "minicpmv4_6": _Family(takes_grids=False),
     "mistral3": _Family(omits_tying=True),
     "idefics3": _Family(),
     "smolvlm": _Family(),
@@ -166,7 +168,7 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
         tensors=Renamed(checkpoint.tensors, names),
         quant_config=_renamed_layers(checkpoint.quant_config, prefix, head, family.renamed),
     )
-    if images is None:
+    if images is None or not _FAMILIES[images.model_type].takes_grids:
         tower = _on_one_axis(tower)
     return TextTower(
         checkpoint=tower, images=images, prefix=prefix, head_prefix=head, renamed=renamed
@@ -196,7 +198,7 @@ def _plain(checkpoint: Checkpoint) -> TextTower:
 
 
 def _on_one_axis(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with plain RoPE: a text's positions are the same on all axes of M-RoPE."""
+    """The checkpoint with plain RoPE: positions of text are the same on all axes of M-RoPE."""
     config = {**checkpoint.config}
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := config.get(key), dict):

@@ -93,6 +93,9 @@ def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]
     if spec.antialiases_positions:
         del kinds[graph_io.PATCH_POSITIONS]
         kinds[graph_io.POS_EMBED_SHARES] = ir.DataType.FLOAT, [_PATCHES, spec.position_grid**2]
+    elif spec.has_nearest_positions:
+        del kinds[graph_io.PATCH_POSITIONS]
+        kinds[graph_io.POS_EMBED_INDEX] = integer, [1, _PATCHES]
     elif spec.position_grid:
         kinds[graph_io.POS_EMBED_INDEX] = integer, [4, _PATCHES]
         kinds[graph_io.POS_EMBED_WEIGHT] = ir.DataType.FLOAT, [4, _PATCHES]

@@ -34,6 +34,7 @@ _FAMILIES = {
     "internvl": "internvl",
     "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "qwen2_vl",
+    "minicpmv4_6": "minicpmv4_6",
     "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
@@ -56,6 +57,15 @@ class Prepared:
     placeholder: str = ""  # of a video; "": an image's
     # Grids of several passes of the encoder, whose patches are concatenated; (): one pass
     passes: tuple[tuple[int, int], ...] = ()
+    # Around the number of the image among those of a request, which stands before `prompt`
+    number_tokens: tuple[str, str] | None = None
+
+    def numbered_prompt(self, number: int) -> str:
+        """`prompt` of the image with this number, which counts from 0."""
+        if self.number_tokens is None:
+            return self.prompt
+        begin, end = self.number_tokens
+        return f"{begin}{number}{end}{self.prompt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,4 +205,5 @@ def expand(prompt: str, image_token: str, images: Sequence[Prepared]) -> str:
             " it, or they are in another order",
             hint=f"{image_token} must not stand in the text",
         )
-    return first + "".join(image.prompt + text for image, text in zip(images, texts, strict=True))
+    pairs = enumerate(zip(images, texts, strict=True))
+    return first + "".join(image.numbered_prompt(at) + text for at, (image, text) in pairs)

@@ -14,7 +14,7 @@ import pytest
 from conftest import assert_one_line_error
 from quantized_layouts import LAYOUTS
 from safetensors.numpy import load_file, save_file
-from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
+from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, whole_grid
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import image_plan
@@ -68,6 +68,7 @@ def cuda_engine(model) -> Path:
 
 @pytest.mark.parametrize("grid", [(2, 2), (6, 14), (10, 4)])
 def test_a_graph_for_cuda_equals_transformers(model, cuda_engine, grid):
+    grid = whole_grid(model.spec, grid)
     pixels = random_pixels(model.spec, grid, 5)
     (expected,) = model.features([pixels], [grid])
     with cuda_on_cpu.cuda_is_the_cpu():
@@ -85,15 +86,17 @@ def test_a_float16_graph_for_cuda_equals_transformers(model, tmp_path, precision
     built = cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", PLAN)
     assert built.main_graphs[0].precision == ("fp16" if precision == "none" else precision)
     assert bool(_operators(tmp_path / "engine")["MatMulNBits"]) == (precision != "none")
-    pixels = random_pixels(model.spec, (6, 8), 6)
+    grid = whole_grid(model.spec, (6, 8))
+    pixels = random_pixels(model.spec, grid, 6)
     with cuda_on_cpu.cuda_is_the_cpu():
-        found, *_ = _encode(tmp_path / "engine", pixels, (6, 8))
-    exact, *_ = model.run(pixels, (6, 8))
+        found, *_ = _encode(tmp_path / "engine", pixels, grid)
+    exact, *_ = model.run(pixels, grid)
     assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < distance
 
 
 @pytest.mark.parametrize("grid", [(2, 2), (6, 14), (10, 4)])
 def test_features_equal_transformers(model, engine, grid):
+    grid = whole_grid(model.spec, grid)
     pixels = random_pixels(model.spec, grid, 5)
     (expected,) = model.features([pixels], [grid])
     found = _encode(engine, pixels, grid)
@@ -105,7 +108,7 @@ def test_features_equal_transformers(model, engine, grid):
 def test_int8_encoders_round_weights_and_inputs(model, tmp_path):
     """Embeddings change a little with rounded weights, and only then."""
     _build(model.bundle, tmp_path / "engine", "int8")
-    grid = (6, 8)
+    grid = whole_grid(model.spec, (6, 8))
     pixels = random_pixels(model.spec, grid, 6)
     exact, *_ = model.run(pixels, grid)
     rounded, *_ = _encode(tmp_path / "engine", pixels, grid)
@@ -131,11 +134,13 @@ def test_engines_of_quantized_bundles_equal_the_bundle(
     assert (built.main_graphs[0].precision, built.quantization) == (precision, precision)
     operators = _operators(tmp_path / "engine")
     assert operators[operator]
-    # The patch embedding; Gemma 3's pooling, and its projection, which is no linear layer
+    # The patch embedding; pooling of Gemma 3, and its projection, which is no linear layer;
+    # averages of MiniCPM-V
     floats = 0 if model.spec.image_size else 1
-    assert operators["MatMul"] == (2 if model.spec.model_type == "gemma3" else floats)
-    pixels = random_pixels(model.spec, (6, 8), 6)
-    expected, found = portable.run(pixels, (6, 8)), _encode(tmp_path / "engine", pixels, (6, 8))
+    assert operators["MatMul"] == {"gemma3": 2, "minicpmv4_6": 2}.get(model.spec.model_type, floats)
+    grid = whole_grid(model.spec, (6, 8))
+    pixels = random_pixels(model.spec, grid, 6)
+    expected, found = portable.run(pixels, grid), _encode(tmp_path / "engine", pixels, grid)
     for array, reference in zip(found, expected, strict=True):
         distance = np.linalg.norm(array - reference) / np.linalg.norm(reference)
         assert least <= distance < maximum

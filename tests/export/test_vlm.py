@@ -164,6 +164,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**_VISION_LAYERS, "num_key_value_heads": 2, "patch_size": 4},
     },
+    "minicpmv4_6": {
+        "text_config": {"model_type": "qwen3_5_text", **_QWEN3_5},  # with axes that images lack
+        "vision_config": {**_TILES, "model_type": "minicpmv4_6_vision"}, "insert_layer_id": 0,
+    },
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
 }  # fmt: skip

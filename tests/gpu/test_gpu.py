@@ -14,7 +14,7 @@ import pytest
 import reason_against
 from eagle_engines import CAPACITY, EAGLE3, INPUT, TREE, build_pair
 from tensorrt_bundles import Bundles
-from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
+from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, whole_grid
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, image_plan
@@ -257,7 +257,8 @@ def test_onnxruntime_computes_every_encoder(encoder, tmp_path):
     cuda_on_cpu.build_encoder(tmp_path / "bundle", tmp_path / "engine", image_plan(1, 64, 64, 0))
     manifest = load_engine(tmp_path / "engine", VISUAL_ENGINE)
     session = open_encoder(tmp_path / "engine", manifest)
-    pixels = random_pixels(model.spec, (6, 8), 6)
-    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(6, 8, manifest.vision)}
-    expected, *_ = model.run(pixels, (6, 8))
+    grid = whole_grid(model.spec, (6, 8))
+    pixels = random_pixels(model.spec, grid, 6)
+    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
+    expected, *_ = model.run(pixels, grid)
     np.testing.assert_allclose(session.encode(inputs)[0], expected, atol=2e-2)

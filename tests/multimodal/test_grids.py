@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -58,6 +59,22 @@ def test_positions_with_antialiasing_are_those_of_torch(grid):
     assert len(inputs) == 1
     rows, columns = patch_positions(*grid, spec.merge_size).T
     np.testing.assert_allclose(found, wanted[:, rows, columns].T, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [5, 16, 70])
+@pytest.mark.parametrize("grid", [(4, 8), (32, 32), (20, 52), (24, 44), (4, 96)], ids=str)
+def test_nearest_positions_equal_transformers(grid, side):
+    import torch
+    from transformers.vision_utils import get_vision_nearest_position_ids
+
+    spec = _spec(merge_size=4, window_size=0, position_grid=side, has_nearest_positions=True)
+    inputs = grid_inputs(*grid, spec)
+    wanted = get_vision_nearest_position_ids(torch.tensor([grid]), side).numpy().reshape(grid)
+    rows, columns = patch_positions(*grid, spec.merge_size).T
+    assert {name: array.shape for name, array in inputs.items()} == {
+        graph_io.POS_EMBED_INDEX: (1, math.prod(grid))
+    }
+    np.testing.assert_array_equal(inputs[graph_io.POS_EMBED_INDEX][0], wanted[rows, columns])
 
 
 @pytest.mark.parametrize("window", [4, 6, 8])

@@ -42,6 +42,16 @@ PAN_AND_SCAN = {
     "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
+LEAST = {  # tokens of an image
+    "qwen2_5_vl": 1,
+    "internvl": 1,
+    "idefics3": 4,
+    "gemma3": 4,
+    "mistral3": 1,
+    "lfm2_vl": 1,
+    "gemma4": 1,
+    "minicpmv4_6": 1,
+}
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
     lambda size: max(size) <= 200 * min(size)
 )
@@ -73,6 +83,9 @@ def pixels_of(model_type, output):
             patches[: rows * columns].ravel()
             for patches, (rows, columns) in zip(pixels, output["spatial_shapes"], strict=True)
         ])  # fmt: skip
+    if model_type == "minicpmv4_6":  # patches of all passes, one right of the other
+        side = pixels.shape[2]
+        return pixels.reshape(3, side, -1, side).transpose(2, 1, 3, 0).ravel()
     if model_type == "gemma4":
         places = np.asarray(output["image_position_ids"])
         return pixels[(places >= 0).all(axis=-1)].ravel()
@@ -103,7 +116,7 @@ def compare(model_type, ours, theirs, images, texts):
         pixels = [channels_last(each, ours.patch_size) for each in pixels]
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
-    if model_type == "lfm2_vl":
+    if model_type in ("lfm2_vl", "minicpmv4_6"):
         planes = [part for each in prepared for part in planes_of_passes(each, ours.merge_size)]
         pixels = [patches_of(each, ours.patch_size).ravel() for each in planes]
     found = np.concatenate(pixels)
@@ -131,19 +144,7 @@ def test_sizes(pairs, model_type, size):
 
 @settings(max_examples=25)
 @given(size=SIZE)
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "internvl",
-        "idefics3",
-        "mistral3",
-        "lfm2_vl",
-        "gemma4",
-        "cosmos3_edge",
-    ],
-)
+@pytest.mark.parametrize("model_type", sorted({*LEAST, "qwen3_vl", "cosmos3_edge"} - {"gemma3"}))
 def test_many_sizes(pairs, model_type, size):
     assume(model_type != "mistral3" or not is_strip(size))
     if model_type == "lfm2_vl":
@@ -178,6 +179,9 @@ def test_several_images(pairs, model_type):
         ("lfm2_vl", {"do_image_splitting": False}),
         ("lfm2_vl", {"use_thumbnail": False, "max_tiles": 7}),
         ("lfm2_vl", {"min_tiles": 3, "min_image_tokens": 1, "tile_size": 48}),
+        ("minicpmv4_6", {"slice_mode": False, "scale_resolution": 100}),
+        ("minicpmv4_6", {"max_slice_nums": 9, "scale_resolution": 40, "use_image_id": False}),
+        ("minicpmv4_6", {"scale_resolution": 30, "patch_size": 4, "max_slice_nums": 7}),
         ("gemma4", {"max_soft_tokens": 140, "image_seq_length": 140}),
         ("gemma4", {"do_normalize": True, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.5] * 3}),
         ("gemma4", {"resample": 2, "rescale_factor": 0.005, "do_normalize": None}),
@@ -201,23 +205,22 @@ def test_settings(tmp_path, model_type, changes):
         compare(model_type, processors.load(folder), theirs, [picture(*size)], ["a", "b"])
 
 
+def test_minicpms_tokens_may_have_fewer_patches(tmp_path):
+    folder = write_processor(tmp_path, "minicpmv4_6", downsample_mode="4x")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "downsample_mode": "4x"}))
+    ours, theirs = processors.load(folder), transformers_processor(folder, "minicpmv4_6")
+    (prepared,), _ = compare("minicpmv4_6", ours, theirs, [picture(200, 90)], ["a", "b"])
+    assert prepared.num_tokens == len(prepared.pixels) // 4
+
+
 # ------------------------------------------------------------------------------------- limits
 @settings(max_examples=60)
 @given(size=SIZE, max_tokens=st.integers(1, 70))
-@pytest.mark.parametrize(
-    "model_type", ["qwen2_5_vl", "internvl", "idefics3", "gemma3", "mistral3", "lfm2_vl", "gemma4"]
-)
+@pytest.mark.parametrize("model_type", LEAST)
 def test_limits_are_respected(pairs, model_type, size, max_tokens):
     ours, _ = pairs(model_type)
-    least = {
-        "qwen2_5_vl": 1,
-        "internvl": 1,
-        "idefics3": 4,
-        "gemma3": 4,
-        "mistral3": 1,
-        "lfm2_vl": 1,
-        "gemma4": 1,
-    }[model_type]
+    least = LEAST[model_type]
     if max_tokens < least:
         with pytest.raises(LimitError, match=f"at least {least} token.*{max_tokens} are allowed"):
             ours.count(size, max_tokens)
@@ -341,6 +344,11 @@ def test_prompts_by_hand(pairs):
     assert pairs("qwen2_vl")[0].prepare(picture(56, 56)).prompt == "<|image_pad|>" * 4
     internvl = pairs("internvl")[0].prepare(picture(56, 28))
     assert internvl.prompt == "<img>" + "<IMG_CONTEXT>" * 3 + "</img>"
+    minicpm = pairs("minicpmv4_6")[0].prepare(picture(96, 64), max_tokens=48)
+    assert minicpm.passes == ((12, 20), (20, 12), (20, 12))
+    part = "<|image_pad|>" * 15
+    assert minicpm.prompt == f"<image>{part}</image>" + f"<slice>{part}</slice>" * 2
+    assert minicpm.numbered_prompt(7) == f"<image_id>7</image_id>{minicpm.prompt}"
     fence, features = "<fake_token_around_image>", "<image>" * 4
     idefics = pairs("idefics3")[0].prepare(picture(64, 32), max_tokens=12)
     assert idefics.grid == (1, 2)

@@ -161,6 +161,28 @@ PUBLISHED = {
         },
         (1920, 1080, 12 * 22),
     ),
+    "MiniCPM-V-4.6": (
+        {},
+        {
+            "image_processor": {
+                **NORMAL,
+                **HALVES,
+                "downsample_mode": "16x",
+                "image_processor_type": "MiniCPMV4_6ImageProcessor",
+                "max_slice_nums": 9,
+                "patch_size": 14,
+                "resample": 3,
+                "rescale_factor": 0.00392156862745098,
+                "scale_resolution": 448,
+                "slice_mode": True,
+                "use_image_id": True,
+            },
+            "processor_class": "MiniCPMV4_6Processor",
+            "video_processor": {"max_num_frames": 128, "stack_frames": 1},
+        },
+        {"model_type": "minicpmv4_6", "vision_config": {"patch_size": 14}},
+        (1920, 1080, 6 * 11 + 8 * 64),
+    ),
     "SmolVLM-256M-Instruct": (
         {
             **NORMAL,
@@ -310,6 +332,9 @@ def test_names_of_tokens(tmp_path):
         ("gemma4", {"max_soft_tokens": 560}, "more than vision_soft_tokens_per_image = 280"),
         ("gemma4", {"pooling_kernel_size": 2}, "pooling_kernel_size = 2 should be 3"),
         ("gemma4", {"do_normalize": 1}, "do_normalize = 1 is not of type bool"),
+        ("minicpmv4_6", {"downsample_mode": "4x"}, "downsample_mode = .4x. should be .16x., as in"),
+        ("minicpmv4_6", {"patch_size": 14}, "patch_size = 14 should be 4"),
+        ("minicpmv4_6", {"max_slice_nums": 0}, "max_slice_nums = 0 is not positive"),
         ("idefics3", {"max_image_size": {"longest_edge": 64}}, "does not fit tiles of 64"),
         ("idefics3", {"size": {"height": 8, "width": 8}}, "size has keys .* height, width"),
     ],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -34,6 +35,16 @@ GEMMA4 = {
     "audio_token": "<|audio|>",
     "eoa_token": "<audio|>",
 }
+MINICPM = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
 PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 LFM = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
 LFM += [
@@ -44,7 +55,12 @@ LFM += [
 ]
 IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 IDEFICS += [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
-NAMED_TOKENS = {"internvl": INTERNVL, "gemma3": GEMMA, "gemma4": GEMMA4}  # by model type
+NAMED_TOKENS = {  # by model type
+    "internvl": INTERNVL,
+    "gemma3": GEMMA,
+    "gemma4": GEMMA4,
+    "minicpmv4_6": MINICPM,
+}
 
 _QWEN2 = {
     "preprocessor_config": {
@@ -190,6 +206,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor_config": {"processor_class": "Lfm2VlProcessor"},
         "config": {"downsample_factor": 2, "vision_config": {"patch_size": 4}},
     },
+    "minicpmv4_6": {
+        "preprocessor_config": {
+            "image_processor_type": "MiniCPMV4_6ImageProcessor",
+            "downsample_mode": "16x",
+            "max_slice_nums": 4,
+            "patch_size": 4,
+            "resample": 3,
+            "scale_resolution": 64,
+            "slice_mode": True,
+            "use_image_id": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        "processor_config": {"processor_class": "MiniCPMV4_6Processor"},
+        "config": {"vision_config": {"patch_size": 4}},
+        "tokenizer_config": {"extra_special_tokens": MINICPM},
+    },
     "internvl": {
         "preprocessor_config": {
             "image_processor_type": "GotOcr2ImageProcessorFast",
@@ -240,6 +273,9 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image["encoder_patch_size"] = vision["patch_size"]
         image["downsample_factor"] = config["downsample_factor"]
         image["tile_size"] = 4 * vision["patch_size"] * config["downsample_factor"]
+    elif model_type == "minicpmv4_6":
+        image |= {"patch_size": vision["patch_size"], "scale_resolution": 16 * vision["patch_size"]}
+        image["downsample_mode"] = config.get("downsample_mode", "16x")
     elif model_type == "mistral3":
         side = vision["patch_size"] * config["spatial_merge_size"]
         image["size"] = {"longest_edge": 10 * side}
@@ -298,7 +334,7 @@ def reference(folder: Path, model_type: str) -> Any:
     from transformers.models.smolvlm import processing_smolvlm
 
     special = [*QWEN, *INTERNVL.values(), *GEMMA.values(), *IDEFICS, *PIXTRAL, *LFM]
-    special += GEMMA4.values()
+    special += [*GEMMA4.values(), *MINICPM.values()]
     named = NAMED_TOKENS.get(model_type, {})
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(special),
@@ -326,12 +362,16 @@ def reference(folder: Path, model_type: str) -> Any:
         "lfm2_vl": (transformers.Lfm2VlProcessor, {}),
         "lfm3_vl": (transformers.Lfm3VlProcessor, {}),
         "cosmos3_edge": (transformers.Cosmos3EdgeProcessor, {}),
+        "minicpmv4_6": (transformers.MiniCPMV4_6Processor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
     }[model_type]
     if model_type not in ("idefics3", "gemma3", "mistral3", "lfm2_vl"):
         arguments["video_processor"] = None
+    if model_type == "minicpmv4_6":  # whose processor reads these settings
+        video = SimpleNamespace(slice_mode=True, downsample_mode="16x")
+        arguments["video_processor"] = video
     # transformers requires a video processor, which would need torchvision
     own: dict[str, Any] = {"check_argument_for_proper_class": lambda *_: None}
     if model_type == "gemma3":  # whose processor takes pan and scan from arguments, not from files
@@ -407,6 +447,13 @@ def patches_of(planes: np.ndarray, side: int) -> np.ndarray:
     rows, columns = (extent // side for extent in planes.shape[1:])
     apart = planes.reshape(3, rows, side, columns, side).transpose(1, 3, 2, 4, 0)
     return apart.reshape(rows * columns, -1)
+
+
+def strip_of(planes: np.ndarray, side: int) -> np.ndarray:
+    """Patches of an image [3, height, width], one right of the other: [3, side, P * side]."""
+    rows, columns = (extent // side for extent in planes.shape[1:])
+    apart = planes.reshape(3, rows, side, columns, side).transpose(0, 2, 1, 3, 4)
+    return apart.reshape(3, side, -1)
 
 
 def places_of(grid: tuple[int, int]) -> np.ndarray:

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from image_checkpoints import channels_last, patches_of, places_of, planes_of, write_tiny_processor
+from image_checkpoints import (
+    channels_last,
+    patches_of,
+    places_of,
+    planes_of,
+    strip_of,
+    write_tiny_processor,
+)
 
 from edgellm.core import graph_io
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
@@ -138,6 +145,8 @@ class VisualModel:
             return [[self._patch_features(*each)] for each in zip(pixels, grids, strict=True)]
         if self.spec.model_type == "gemma4":
             return [[self._pooled_features(*each)] for each in zip(pixels, grids, strict=True)]
+        if self.spec.model_type == "minicpmv4_6":
+            return [[self._strip_features(*each)] for each in zip(pixels, grids, strict=True)]
         sizes, whole = torch.tensor([(1, *grid) for grid in grids]), np.concatenate(pixels)
         if self.spec.model_type == "cosmos3_edge":
             whole = channels_last(whole, self.spec.patch_size)
@@ -172,6 +181,16 @@ class VisualModel:
             )
         return found.pooler_output[0].numpy()
 
+    def _strip_features(self, patches: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+        import torch
+
+        strip = strip_of(planes_of(patches, grid, self.spec.merge_size), self.spec.patch_size)
+        with torch.no_grad():
+            found = self.reference.model.get_image_features(
+                torch.from_numpy(strip[None]), torch.tensor([grid])
+            )
+        return found.pooler_output[0].numpy()
+
     def _plane_features(self, planes: np.ndarray) -> np.ndarray:
         import torch
 
@@ -192,6 +211,13 @@ class VisualModel:
         with torch.no_grad():
             found = self.reference.model.get_image_features(pixels).pooler_output
         return np.concatenate([rows.numpy() for rows in found])
+
+
+def whole_grid(spec: VisionSpec, grid: tuple[int, int]) -> tuple[int, int]:
+    """A grid with even sides as one of as many tokens, whose sides may be longer."""
+    if spec.image_size or spec.merge_size <= 2:
+        return grid
+    return grid[0] // 2 * spec.merge_size, grid[1] // 2 * spec.merge_size
 
 
 def random_pixels(spec: VisionSpec, grid: tuple[int, int], seed: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from image_checkpoints import (
     IDEFICS,
     INTERNVL,
     LFM,
+    MINICPM,
     NAMED_TOKENS,
     PIXTRAL,
     QWEN,
@@ -23,6 +24,7 @@ from image_checkpoints import (
     patches_of,
     places_of,
     planes_of,
+    strip_of,
 )
 from medusa_heads import make_heads
 from mtp_reference import add_layer
@@ -40,13 +42,14 @@ from edgellm.export.pipeline.visual import VisualOptions, export_visual
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
 SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL, *LFM]
 SPECIAL += GEMMA4.values()
+LAST = [token for token in MINICPM.values() if token not in SPECIAL]  # of the vocabulary
 VOCABULARY = 96
 FAMILIES = visual.supported()
 QWEN_LIKE = ("qwen", "lfm3", "cosmos3")  # placeholders and grids as Qwen's
 # Those of idefics3 and qwen3_vl
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 # Recurrent layers, experts, or layers of several sizes
-_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4"
+_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4", "minicpmv4_6"
 GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_CPU_ONLY)]
 # Forms of a family besides its TINY, and their text configs
 FORMS = {
@@ -68,6 +71,7 @@ _PLACEHOLDER = {
     "gemma4": GEMMA4["image_token"],
     "internvl": "<IMG_CONTEXT>",
     "lfm2_vl": "<image>",
+    "minicpmv4_6": MINICPM["image_token"],
     "mistral3": PIXTRAL[0],
     "idefics3": "<image>",
     "smolvlm": "<image>",
@@ -117,12 +121,13 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [*WORDS, *SPECIAL]
-    words += [f"w{index}" for index in range(VOCABULARY - len(words))]
+    words += [f"w{index}" for index in range(VOCABULARY - len(words) - len(LAST))]
+    words += LAST
     tokenizer = Tokenizer(
         models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL])
+    tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL, *LAST])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
@@ -236,6 +241,8 @@ class Reference:
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if pixels and config.model_type == "lfm2_vl":
             inputs |= self._patches(pixels, grids)
+        elif pixels and config.model_type == "minicpmv4_6":
+            inputs |= self._strips(pixels, grids)
         elif pixels and config.model_type == "gemma4":
             inputs |= self._placed_patches(pixels, grids)
         elif pixels and config.model_type == "mistral3":
@@ -290,6 +297,20 @@ class Reference:
             "pixel_values": torch.from_numpy(padded),
             "pixel_attention_mask": torch.from_numpy(mask),
             "spatial_shapes": torch.tensor(sizes),
+        }
+
+    def _strips(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
+        """Inputs of MiniCPM-V's encoder: patches of all passes, one right of the other."""
+        import torch
+
+        sizes = [size for passes in grids for size in passes]
+        parts = np.split(np.concatenate(pixels), np.cumsum([r * c for r, c in sizes])[:-1])
+        side = self.model.config.vision_config.patch_size
+        planes = [planes_of(*each, 4) for each in zip(parts, sizes, strict=True)]
+        strip = np.concatenate([strip_of(each, side) for each in planes], axis=-1)
+        return {
+            "pixel_values": torch.from_numpy(strip[None]),
+            "target_sizes": torch.tensor(sizes),
         }
 
     def _placed_patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:

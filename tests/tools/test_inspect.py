@@ -76,6 +76,7 @@ def _shown(path: Path) -> str:
         ),
         ("model.visual.blocks.2.attn.qkv.weight", "vision", 2),
         ("vision_tower.encoder.layer.9.attention.q_proj.weight", "vision", 9),
+        ("model.merger.mlp.0.linear_1.weight", "vision", None),
     ],
 )
 def test_part_and_layer_follow_from_the_name(name, part, layer):

@@ -41,6 +41,8 @@ PAIRS = {
     "gemma4_31b": ("gemma4_31b", EAGLE3),
     "mistral3": ("mistral3", EAGLE3),
     "lfm2_vl": ("lfm2_vl", EAGLE3),
+    "minicpmv4_6": ("minicpmv4_6", EAGLE3),
+    "minicpmv4_6_mtp": ("minicpmv4_6", "mtp"),
     "internvl": ("internvl", EAGLE3),
     "smolvlm_narrow_draft": ("smolvlm", NARROW),
     "qwen2_5_vl_heads": ("qwen2_5_vl", "medusa"),

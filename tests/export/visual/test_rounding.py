@@ -16,7 +16,7 @@ import onnxruntime as ort
 import pytest
 from conftest import assert_one_line_error
 from safetensors.numpy import load_file, save_file
-from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels
+from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, whole_grid
 
 from edgellm.core import graph_io
 from edgellm.core.artifact import verify_files
@@ -56,11 +56,12 @@ def model(request, checkpoint, tmp_path_factory) -> VisualModel:
 
 def test_features_equal_those_of_rounded_weights(model):
     """Shapes of all linear layers of the encoder."""
-    pixels = random_pixels(model.spec, GRID, 0)
-    (exact,) = model.features([pixels], [GRID])
+    grid = whole_grid(model.spec, GRID)
+    pixels = random_pixels(model.spec, grid, 0)
+    (exact,) = model.features([pixels], [grid])
     model.round_reference(model.manifest.quantization)
-    (expected,) = model.features([pixels], [GRID])
-    for found, wanted, unrounded in zip(model.run(pixels, GRID), expected, exact, strict=True):
+    (expected,) = model.features([pixels], [grid])
+    for found, wanted, unrounded in zip(model.run(pixels, grid), expected, exact, strict=True):
         np.testing.assert_allclose(found, wanted, atol=2e-4)
         assert np.abs(found - unrounded).max() > 20e-4
 
@@ -83,8 +84,9 @@ def test_quantized_float16_graphs_are_close_to_float32(checkpoint, tmp_path, pre
     assert (manifest.dtype, manifest.quantization) == ("float16", precision)
     onnx.checker.check_model(str(tmp_path / "bundle/model.onnx"))
     _export(checkpoint, tmp_path / "float", "fp16")
-    pixels = random_pixels(manifest.vision, GRID, 0).astype(np.float16)
-    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(*GRID, manifest.vision)}
+    grid = whole_grid(manifest.vision, GRID)
+    pixels = random_pixels(manifest.vision, grid, 0).astype(np.float16)
+    inputs = {graph_io.PIXEL_VALUES: pixels, **grid_inputs(*grid, manifest.vision)}
     found, floats = (
         ort.InferenceSession(tmp_path / name / "model.onnx").run(None, inputs)
         for name in ("bundle", "float")

@@ -10,7 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import assert_one_line_error, make_checkpoint
-from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, rename_tensors
+from visual_checkpoints import (
+    VisualModel,
+    make_visual_checkpoint,
+    random_pixels,
+    rename_tensors,
+    whole_grid,
+)
 
 from edgellm.core.artifact import verify_files
 from edgellm.core.errors import (
@@ -19,7 +25,6 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.manifest import VISUAL_BUNDLE, Bundle, load_bundle
-from edgellm.core.model_spec import VisionSpec
 from edgellm.export import models, visual
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -53,6 +58,9 @@ VARIANTS = {
     "lfm2_vl_plain": _tiny(
         "lfm2_vl", {"num_patches": 256}, projector_use_layernorm=False, projector_bias=False
     ),
+    "minicpmv4_6_early": _tiny(
+        "minicpmv4_6", {"hidden_act": "gelu", "image_size": 50, "patch_size": 8}, insert_layer_id=0
+    ),
     "mistral3_merge_1": _tiny(
         "mistral3",
         {"num_hidden_layers": 3, "hidden_act": "gelu", "rope_parameters": {"rope_theta": 100.0}},
@@ -70,13 +78,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def _whole(spec: VisionSpec, grid: tuple[int, int]) -> tuple[int, int]:
-    """A grid with even sides as one of as many tokens, whose sides may be longer."""
-    if spec.image_size or spec.merge_size <= 2:
-        return grid
-    return grid[0] // 2 * spec.merge_size, grid[1] // 2 * spec.merge_size
-
-
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
 def model(request, tmp_path_factory) -> VisualModel:
     folder = tmp_path_factory.mktemp(request.param)
@@ -85,7 +86,7 @@ def model(request, tmp_path_factory) -> VisualModel:
 
 
 def test_features_equal_transformers(model):
-    grids = [_whole(model.spec, grid) for grid in GRIDS]
+    grids = [whole_grid(model.spec, grid) for grid in GRIDS]
     grids += [(5, 7), (11, 3)] if model.spec.merge_size == 1 else []
     pixels = [random_pixels(model.spec, grid, seed) for seed, grid in enumerate(grids)]
     expected = model.features(pixels, grids)
@@ -98,7 +99,7 @@ def test_features_equal_transformers(model):
 
 
 def test_the_manifest_has_the_output_shapes(model):
-    spec, grid = model.spec, _whole(model.spec, (4, 10))
+    spec, grid = model.spec, whole_grid(model.spec, (4, 10))
     pixels = random_pixels(spec, grid, 0)
     embeds, *levels = model.run(pixels, grid)
     tokens = len(pixels) * spec.tokens_per_tile or math.prod(grid) // spec.merge_size**2
@@ -154,6 +155,7 @@ def test_float16_graphs_are_close_to_float32(tmp_path, model_type, stored):
         ("internvl", "vision_tower.", "model.vision_tower."),
         ("mistral3", "vision_tower.", "model.vision_tower."),
         ("lfm2_vl", "model.vision_tower.", "vision_tower.vision_model."),
+        ("minicpmv4_6", "model.vision_tower.", "vision_tower."),
         ("smolvlm", "model.vision_model.", "vision_model."),
     ],
 )
@@ -166,6 +168,7 @@ def test_both_prefixes_of_tensors_give_the_same_bundle(tmp_path, model_type, old
     others = {
         "gemma3": projector,
         "lfm2_vl": f"model.{projector}",
+        "minicpmv4_6": "model.merger.",
         "internvl": projector,
         "mistral3": projector,
         "smolvlm": "model.connector.",
@@ -260,6 +263,15 @@ _HUB = {
         {"text_config": {"hidden_size": 2048}, "projector_bias": True,
          "projector_hidden_act": "gelu", "projector_hidden_size": 4096}, 96,
     ),
+    "minicpmv4_6": (
+        {"attention_dropout": 0.0, "dtype": "bfloat16", "hidden_act": "gelu_pytorch_tanh",
+         "hidden_size": 1152, "image_size": 980, "insert_layer_id": 6, "intermediate_size": 4304,
+         "layer_norm_eps": 1e-06, "model_type": "minicpmv4_6_vision", "num_attention_heads": 16,
+         "num_channels": 3, "num_hidden_layers": 27, "patch_size": 14,
+         "window_kernel_size": [2, 2]},
+        {"text_config": {"hidden_size": 1024}, "drop_vision_last_layer": False,
+         "insert_layer_id": 6, "merge_kernel_size": [2, 2], "merger_times": 1}, 24,
+    ),
     "mistral3": (
         {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
          "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",
@@ -333,6 +345,36 @@ def test_configs_of_gemma_4_that_are_rejected(changes, message):
     rest = ConfigReader({"text_config": {"hidden_size": 8}})
     with pytest.raises(UnsupportedModelError, match=message):
         visual.find("gemma4").Config.from_hf(vision, rest)
+
+
+@pytest.mark.parametrize(
+    ("vision", "rest", "message"),
+    [
+        ({"window_kernel_size": [2, 4]}, {}, r"window_kernel_size = \[2, 4\] is not supported"),
+        ({"image_size": 3}, {}, "image_size of the encoder is smaller than its patch_size"),
+        ({}, {"merger_times": 2}, "merger_times = 2 is not supported"),
+        ({}, {"downsample_mode": "2x"}, "downsample_mode = .2x. is not supported"),
+        ({}, {"insert_layer_id": 3}, "insert_layer_id = 3 is none of the 3 blocks"),
+        ({}, {"insert_layer_id": -1}, "insert_layer_id = -1 is none of the 3 blocks"),
+    ],
+)
+def test_configs_of_minicpm_that_are_rejected(vision, rest, message):
+    tiny = _tiny("minicpmv4_6", vision, **rest)
+    with pytest.raises(UnsupportedModelError, match=message):
+        visual.find("minicpmv4_6").Config.from_hf(
+            ConfigReader(tiny["vision_config"]), ConfigReader(tiny)
+        )
+
+
+def test_minicpm_without_its_first_merge(tmp_path):
+    checkpoint = make_visual_checkpoint(
+        tmp_path / "c", _tiny("minicpmv4_6", downsample_mode="4x", insert_layer_id=9)
+    )
+    model, grid = VisualModel(checkpoint, tmp_path / "bundle"), (6, 10)
+    pixels = random_pixels(model.spec, grid, 0)
+    (expected,) = model.features([pixels], [grid])
+    assert expected[0].shape == (15, 48)
+    np.testing.assert_allclose(model.run(pixels, grid)[0], expected[0], atol=TOLERANCE)
 
 
 def test_bounds_of_clipped_layers(tmp_path):

@@ -22,7 +22,7 @@ PARTS: tuple[str, ...] = (
     "other",
 )
 _ENCODER = re.compile(
-    r"(?:^|\.)(?:visual|vision_tower|vision_model|connector|multi_modal_projector)\."
+    r"(?:^|\.)(?:visual|vision_tower|vision_model|connector|merger|multi_modal_projector)\."
 )
 # The first match counts; q_norm is a norm, and an engine's copy of a tied table is a head.
 _PATTERNS = tuple(
