@@ -46,6 +46,7 @@ HYBRIDS: dict[str, tuple[str, Facts]] = {
             position_embedding_type="rope",
         ),
     ),
+    "bamba": ("granitehybrid", _tiny("bamba", attn_rotary_emb=8)),
     "falcon-h1": ("falcon-h1", _tiny("falcon_h1", tie_word_embeddings=False)),
     "falcon-h1_normed": (
         "falcon-h1",
@@ -105,6 +106,7 @@ def write_hybrid(
             kind = gguf.GGUFValueType.UINT32  # as llama.cpp requires
         writer.add_key_value(f"{arch}.{key}", value, kind)
     write_words(writer, config["vocab_size"], names)
+    gguf_text.write_numbers(writer, folder, layers)
     for name, array in tensors(arch, folder, config):
         if encode is not None and is_matrix(name, array):
             rows, kind = encode(name, array)

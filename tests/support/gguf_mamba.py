@@ -46,7 +46,24 @@ def permuted(name: str, array: np.ndarray, config: Facts) -> np.ndarray:
     return array
 
 
+def _bamba_facts(config: Facts) -> Facts:
+    heads, indices = config["num_key_value_heads"], config["attn_layer_indices"]
+    size = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        **_mamba_facts(config),
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "rope.scaling.finetuned": True,
+        "rope.dimension_count": config.get("attn_rotary_emb", size),
+        "attention.head_count_kv": [
+            heads * (layer in indices) for layer in range(config["num_hidden_layers"])
+        ],
+        "vocab_size": config["vocab_size"],
+    }
+
+
 def granite_facts(config: Facts) -> Facts:
+    if config["model_type"] == "bamba":
+        return _bamba_facts(config)
     attends = [kind in ("attention", "full_attention") for kind in config["layer_types"]]
     found = {
         **_mamba_facts(config),
@@ -65,8 +82,8 @@ def granite_facts(config: Facts) -> Facts:
 
 
 def granite(name: str, array: np.ndarray, config: Facts) -> Tensors:
-    layer = name.split(".")[2]
-    has_experts = bool(config["num_local_experts"])
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    has_experts = bool(config.get("num_local_experts"))
     kind = "_shexp" if has_experts else ""
     if name.endswith("input_linear.weight"):
         ending = "_exps" if "block_sparse_moe" in name else kind

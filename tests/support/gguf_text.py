@@ -1,16 +1,19 @@
 """Keys and tensors that llama.cpp's converters write for tiny models without recurrent layers.
 
 Sources: llama.cpp's `conversion/*.py` (base, llama, mistral3, glm, exaone, ernie, hunyuan,
-command_r, starcoder, olmo, minicpm, qwen, granite).
+command_r, starcoder, olmo, minicpm, qwen, granite, apertus).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf_mamba import Facts, Tensors, granite_facts, permuted
+from safetensors.numpy import load_file
 
 from edgellm.export import models
 
@@ -27,6 +30,12 @@ _YARN = {
     "factor": 8.0,
     "beta_fast": 16.0,
     "original_max_position_embeddings": 16,
+}
+
+
+_OF_GEMMA4 = {
+    _F: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    _S: {"rope_type": "default", "rope_theta": 1e4},
 }
 
 
@@ -63,6 +72,24 @@ TEXTS: dict[str, tuple[str, Facts]] = {
     "starcoder2": ("starcoder2", _tiny("starcoder2", sliding_window=None)),
     "seed_oss": ("seed_oss", _tiny("seed_oss")),
     "arcee": ("arcee", _tiny("arcee", rope_parameters=_YARN)),
+    "apertus": ("apertus", _tiny("apertus")),
+    "gemma4": ("gemma4", _tiny("gemma4_text", rope_parameters=_OF_GEMMA4)),
+    "gemma4_equal_kv": (
+        "gemma4",
+        _tiny(
+            "gemma4_text",
+            rope_parameters=_OF_GEMMA4,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            num_kv_shared_layers=0,
+            use_double_wide_mlp=False,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=32,
+        ),
+    ),
     "minicpm3": (
         "minicpm3",
         _tiny(
@@ -233,6 +260,38 @@ def _gemma3(config: Facts) -> Facts:
     }
 
 
+def _gemma4(config: Facts) -> Facts:
+    types, rope = config["layer_types"], config["rope_parameters"]
+    layers, num_shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
+    of_global = config["per_layer_config"][str(types.index(_F))]  # as transformers saves it
+    size, full, inner = config["head_dim"], of_global["head_dim"], config["intermediate_size"]
+    found = {
+        "rope.freq_base": rope[_F]["rope_theta"],
+        "rope.freq_base_swa": rope[_S]["rope_theta"],
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": size,
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == _S for kind in types],
+        "attention.shared_kv_layers": num_shared,
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": size,
+        "attention.value_length_swa": size,
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+    }
+    if config.get("use_double_wide_mlp"):
+        wide = [layer >= layers - num_shared for layer in range(layers)]
+        found["feed_forward_length"] = [inner * (1 + each) for each in wide]
+    if (heads := of_global.get("num_key_value_heads")) is not None:
+        both = config["num_key_value_heads"], heads
+        found["attention.head_count_kv"] = [both[kind == _F] for kind in types]
+    if config.get("enable_moe_block"):
+        found["expert_used_count"] = config["top_k_experts"]
+        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    return found
+
+
 def _three_axes_with_experts(config: Facts) -> Facts:
     return {**_three_axes(config), "expert_feed_forward_length": config["moe_intermediate_size"]}
 
@@ -249,6 +308,8 @@ FACTS: dict[str, Callable[[Facts], Facts]] = {
     "starcoder2": _starcoder2,
     "seed_oss": _plain,
     "arcee": _llama,
+    "gemma4": _gemma4,
+    "apertus": _llama,
     "minicpm3": _minicpm3,
     "qwen2moe": _qwen2moe,
     "olmoe": _plain,
@@ -273,6 +334,32 @@ def _turned(name: str, array: np.ndarray, config: Facts) -> Tensors:
 def _shifted(name: str, array: np.ndarray, config: Facts) -> Tensors:
     del config
     yield name, array + np.float32(1) if name.endswith("norm.weight") else array
+
+
+def _renamed(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    """Scales of Gemma 4's experts, which have names of their own."""
+    del config
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    if name.endswith("router.scale"):
+        yield f"blk.{layer}.ffn_gate_inp.scale", array
+    elif name.endswith("per_expert_scale"):
+        yield f"blk.{layer}.ffn_down_exps.scale", array
+    else:
+        yield f"{name}.weight" if name.endswith(("layer_scalar", "_proj")) else name, array
+
+
+def _without_numbers(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    if ".act_fn." not in name:
+        yield from _kept(name, array, config)
+
+
+def write_numbers(writer: Any, folder: Path, layers: int) -> None:
+    """Factors of Apertus's activation, of all layers."""
+    found = load_file(folder / "model.safetensors")
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        places = [f"model.layers.{layer}.mlp.act_fn.{name}" for layer in range(layers)]
+        if places[0] in found:
+            getattr(writer, f"add_xielu_{name}")([found[place].item() for place in places])
 
 
 def _apart(name: str, array: np.ndarray, config: Facts) -> Tensors:
@@ -323,6 +410,12 @@ def llama3_factors(config: Facts) -> np.ndarray:
 def rope_tensors(config: Facts) -> Tensors:
     """Tensors of the RoPE that no checkpoint has."""
     rope = config.get("rope_parameters") or {}
+    if _F in rope and rope[_F]["rope_type"] == "proportional":
+        full = config["layer_types"].index(_F)
+        half = config["per_layer_config"][str(full)]["head_dim"] // 2
+        turning = int(half * rope[_F]["partial_rotary_factor"])
+        factors = [1.0] * turning + [1e30] * (half - turning)
+        yield "rope_freqs.weight", np.array(factors, np.float32)
     if rope.get("rope_type") == "llama3":
         yield "rope_freqs.weight", llama3_factors(config)
     for kind in ("short", "long"):
@@ -336,6 +429,8 @@ CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "qwen3vlmoe": _apart,
     "gemma3": _shifted,
     "arcee": _turned,
+    "gemma4": _renamed,
+    "apertus": _without_numbers,
     "granitemoe": _granite,
     "llama": _mixtral,
 }

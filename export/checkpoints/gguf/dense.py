@@ -1,7 +1,7 @@
 """GGUF files of dense models: config keys of the families that share little with others.
 
 Sources: llama.cpp's `conversion/*.py` (mistral3, glm, exaone, ernie, hunyuan, command_r, starcoder,
-olmo, llama, minicpm) and the loaders in its `src/models/*.cpp`.
+olmo, llama, minicpm, apertus) and the loaders in its `src/models/*.cpp`.
 
 * Hunyuan: the base of the RoPE is scaled already. StarCoder 2: a window is not stored.
 * Layers of Command R7B and EXAONE 4 with full attention have no RoPE, if others have a window.
@@ -135,6 +135,14 @@ def _minicpm3(facts: Facts) -> Config:
     }
 
 
+def _apertus(facts: Facts) -> Config:
+    return {
+        "model_type": "apertus",
+        "hidden_act": "xielu",
+        "attention_bias": facts.has("attn_q.bias"),
+    }
+
+
 _BEFORE_AND_AFTER = {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -151,6 +159,7 @@ _NORMED = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",
 }
+_XIELU = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 DENSE: Mapping[str, Family] = {
     "mistral3": Family(read=_mistral3, orders=interleaved),
     "glm4": Family(read=_glm4, names=_BEFORE_AND_AFTER, turns_in_part=True),
@@ -165,5 +174,11 @@ DENSE: Mapping[str, Family] = {
     ),
     "seed_oss": Family(read=_seed_oss),
     "arcee": Family(read=_arcee, orders=interleaved),
+    "apertus": Family(
+        read=_apertus,
+        names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        tensors={f"xielu.{name}": f"mlp.act_fn.{name}" for name in _XIELU},
+        numbers={f"xielu.{name}": shape for name, shape in _XIELU.items()},
+    ),
     "minicpm3": Family(read=_minicpm3, names=_LATENT, turns_in_part=True),
 }

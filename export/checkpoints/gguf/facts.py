@@ -18,6 +18,7 @@ from edgellm.export.config.layer_types import FULL, SLIDING
 
 _REMEDY = "convert the model again with a current llama.cpp"
 
+LOCAL_ROPE = "local rope"  # of layers with a window, moved into rope_parameters later
 LAYER_NORM = "attention.layer_norm_epsilon"  # epsilon of norms that subtract the mean
 _REQUIRED: Any = object()
 _NAMES = {
@@ -85,9 +86,9 @@ class Facts:
                 hint=f"supported: {', '.join(families)}; docs/reference/models.md says more",
             )
         self.architecture: str = architecture
-        self.family = families[architecture]
         self.metadata, self.vectors, self.names = metadata, vectors, names
         self._used: set[str] = set()
+        self.family = families[architecture].of(self)
 
     def get(self, key: str, default: Any = _REQUIRED) -> Any:
         """The value of `<architecture>.<key>`.
@@ -150,6 +151,14 @@ class Family:
     epsilon: str = "attention.layer_norm_rms_epsilon"
     turns_in_part: bool = False
     has_experts: bool = False
+    # Keys with a number for each layer, or one for all, that are tensors elsewhere; their shapes.
+    numbers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Another family of the same architecture, if the file has it.
+    variant: Callable[[Facts], Family | None] = lambda _: None
+
+    def of(self, facts: Facts) -> Family:
+        """This family, or its variant in the file."""
+        return self.variant(facts) or self
 
     def name_of(self, own: str) -> str:
         """Hugging Face's name of a tensor; unchanged if there is none.

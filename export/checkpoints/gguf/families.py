@@ -15,6 +15,7 @@ from edgellm.core.errors import (
 )
 from edgellm.export.checkpoints.gguf.dense import DENSE
 from edgellm.export.checkpoints.gguf.facts import (
+    LOCAL_ROPE,
     Config,
     Facts,
     Family,
@@ -24,12 +25,12 @@ from edgellm.export.checkpoints.gguf.facts import (
     three_axes,
     windows,
 )
+from edgellm.export.checkpoints.gguf.gemma4 import GEMMA4
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
 from edgellm.export.checkpoints.gguf.mixtures import MIXTURES
 from edgellm.export.checkpoints.gguf.permutations import interleaved
 from edgellm.export.config.layer_types import FULL, SLIDING
 
-_LOCAL = "local rope"  # of layers with a window, moved into rope_parameters later
 # Gemma models that scale scores by hidden_size / heads: known by their layers, as in llama.cpp.
 _WIDE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 
@@ -71,7 +72,7 @@ def read_config(facts: Facts) -> Config:
     if (turns := own.pop("rope_parameters", {})) is None:
         return {**config, **own, "rope_parameters": None, **facts.left()}
     rope = {**config["rope_parameters"], **turns}
-    if local := own.pop(_LOCAL, None):
+    if local := own.pop(LOCAL_ROPE, None):
         rope = {FULL: rope, SLIDING: local}
     return {**config, "rope_parameters": rope, **own, **facts.left()}
 
@@ -157,7 +158,7 @@ def _gemma3(facts: Facts) -> Config:
     window, types = windows(facts, 6)
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10000.0)}
     found = {"model_type": "gemma3_text", "sliding_window": window, "layer_types": types}
-    return found | _gemma(facts) | {_LOCAL: local}
+    return found | _gemma(facts) | {LOCAL_ROPE: local}
 
 
 def _granite(facts: Facts) -> Config:
@@ -192,7 +193,7 @@ def _olmo2(facts: Facts) -> Config:
     theta = facts.number("rope.freq_base_swa", facts.number("rope.freq_base", 10000.0))
     local = {"rope_type": "default", "rope_theta": theta}
     found = {"model_type": "olmo3", "sliding_window": window, "layer_types": types}
-    return found | {_LOCAL: local}
+    return found | {LOCAL_ROPE: local}
 
 
 def _phi3(facts: Facts) -> Config:
@@ -241,6 +242,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3vl": Family(read=_qwen3vl),
     "gemma2": Family(read=_gemma2, names=_SANDWICH, norm_shift=1.0),
     "gemma3": Family(read=_gemma3, names=_SANDWICH, norm_shift=1.0),
+    "gemma4": GEMMA4,
     "gpt-oss": Family(
         read=_gpt_oss,
         names={"ffn_gate_inp": "mlp.router"},

@@ -78,7 +78,7 @@ class GGUFTensors:
         layers = config["num_hidden_layers"]
         self._tensors = {
             _hf_name(part.name, family, layers): part
-            for tensor in file.tensors
+            for tensor in (*file.tensors, *_numbers(file.metadata, family, layers))
             if not tensor.name.startswith(_ROPES)
             for part in _apart(tensor)
         }
@@ -140,6 +140,16 @@ class GGUFTensors:
         floats = values.view(np.float32)
         with np.errstate(invalid="ignore", divide="ignore"):  # rejected when they are written
             return np.log(-floats) if _stem(tensor) == _RATES else floats - np.float32(self._shift)
+
+
+def _numbers(metadata: Mapping[str, Any], family: Family, layers: int) -> Iterator[GGUFTensor]:
+    """Numbers of the metadata that are tensors of layers elsewhere."""
+    for key, shape in family.numbers.items():
+        found = metadata[key]
+        values = found if isinstance(found, list) else [found] * layers
+        for layer, value in zip(range(layers), values, strict=True):
+            data = np.array([[value]], np.float32).view(np.uint8)
+            yield GGUFTensor(name=f"blk.{layer}.{key}", kind="F32", shape=shape, data=data)
 
 
 def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:

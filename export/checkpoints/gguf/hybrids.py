@@ -11,7 +11,7 @@ bias of `ssm_dt`; Mamba 2 has A and D as columns and its norm as [groups, size].
 * Qwen3.5: the same norms; value heads in another order (`gguf_orders.tiled`); layers after the
   last are those of multi-token prediction.
 * Granite 4: pairs of queries and keys adjacent as in Granite 3, gates and ups apart. One
-  without Mamba is a file of Granite 3.
+  without Mamba is a file of Granite 3. One with RoPE is Bamba, whose heads turn in part.
 * Falcon-H1: all factors are part of the weights. Where the head is the embedding, that of the
   logits is lost.
 * Nemotron-H: adjacent pairs too, without RoPE.
@@ -122,11 +122,29 @@ def _mamba(facts: Facts) -> Config:
     }
 
 
+def _bamba(facts: Facts) -> Config:
+    heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
+    head_dim = facts.get("attention.key_length", hidden // heads)
+    # Half of each head turns, also if the file has the whole.
+    facts.expect("rope.dimension_count", head_dim // 2, head_dim)
+    counts = _kv_heads(facts)
+    return {
+        "model_type": "bamba",
+        "num_key_value_heads": max(counts),
+        "attn_layer_indices": [layer for layer, count in enumerate(counts) if count],
+        "attention_bias": facts.has("attn_q.bias"),
+        "mlp_bias": facts.has("ffn_up.bias"),
+        "mamba_expand": facts.get("ssm.inner_size") // hidden,
+        **_mamba(facts),
+    }
+
+
+def _bamba_of(facts: Facts) -> Family | None:
+    """Bamba's family, if the file has RoPE."""
+    return _BAMBA if facts.get("rope.scaling.finetuned", True) else None
+
+
 def _granitehybrid(facts: Facts) -> Config:
-    if facts.get("rope.scaling.finetuned", True):
-        raise UnsupportedModelError(
-            "GGUF granitehybrid.rope.scaling.finetuned = true: Bamba, whose heads turn"
-        )
     heads, facts_of_experts = _kv_heads(facts), dict[str, object]()
     if facts.get("expert_count", 0):
         facts_of_experts = experts(facts, "num_local_experts", "intermediate_size")
@@ -310,6 +328,13 @@ _LFM2 = {
     "ffn_gate_inp": "feed_forward.gate",
     **{f"ffn_{part}_exps": f"feed_forward.experts.{part}_proj" for part in ("gate", "up", "down")},
 }
+_BAMBA = Family(
+    read=_bamba,
+    names=_FALCON_H1,
+    tensors=_states("mamba"),
+    orders=interleaved,
+    turns_in_part=True,
+)
 HYBRIDS: Mapping[str, Family] = {
     "qwen3next": Family(
         read=_qwen3next,
@@ -343,6 +368,7 @@ HYBRIDS: Mapping[str, Family] = {
         orders=interleaved,
         turns_in_part=True,
         has_experts=True,
+        variant=_bamba_of,
     ),
     "falcon-h1": Family(
         read=_falcon_h1,

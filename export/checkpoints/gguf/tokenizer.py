@@ -1,7 +1,8 @@
 """Converts a GGUF file's tokenizer to tokenizer.json, tokenizer_config.json and chat template.
 
 Sources: the GGUF specification's `tokenizer.ggml.*` keys and the pre-tokenizer patterns that the
-original models publish. Byte-level BPE ("gpt2") and SentencePiece BPE ("llama") are covered.
+original models publish. Byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and the same with
+stored merges ("gemma4") are covered.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         UnsupportedModelError: an unknown tokenizer model or pre-tokenizer.
     """
     model = get("tokenizer.ggml.model")
-    makers = {"gpt2": _byte_level, "llama": _sentencepiece}
+    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
     if model not in makers:
         raise UnsupportedModelError(f"GGUF tokenizer {model!r} is not supported")
     tokens: list[str] = get("tokenizer.ggml.tokens")
@@ -155,7 +156,7 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         tokenizer,
         get,
         tokens,
-        begins=model == "llama" or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST,
+        begins=model in ("llama", "gemma4") or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST,
     )
     files = {
         TOKENIZER: _short(tokenizer.to_str()).encode("utf-8"),
@@ -202,17 +203,42 @@ def _special_tokens(get: Get, tokens: list[str]) -> dict[str, str]:
     return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
+def _stored_merges(get: Get, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    merges: list[tuple[str, str]] = []
+    for text in get("tokenizer.ggml.merges"):  # the library raises a bare Exception
+        merge = tuple(text.split(" "))
+        known = all(part in vocabulary for part in (*merge, "".join(merge)))
+        if len(merge) != 2 or not known:
+            raise ValueError(f"the merge {text!r} is not of the vocabulary")
+        merges.append(merge)
+    return merges
+
+
+def _scored_merges(get: Get, vocabulary: dict[str, int], types: list[int]) -> list[tuple[str, str]]:
+    """Merges that follow from the scores of the tokens."""
+    scores: list[float] = get("tokenizer.ggml.scores")
+    merges: list[tuple[float, tuple[str, str]]] = []
+    for token, token_type in zip(vocabulary, types, strict=True):
+        if token_type in (_CONTROL, _BYTE):
+            continue
+        pairs = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in vocabulary and token[cut:] in vocabulary
+        ]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(scores[vocabulary[token]], pair) for pair in pairs]
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    return [pair for _, pair in merges]
+
+
 def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     del types
     if not (kind := get("tokenizer.ggml.pre", "")):
         kind = "default"
         logging.getLogger(__name__).warning(_NO_SPLITTING)
-    merges = [tuple(merge.split(" ")) for merge in get("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    for merge in merges:  # the library raises a bare Exception
-        known = all(part in vocabulary for part in (*merge, "".join(merge)))
-        if len(merge) != 2 or not known:
-            raise ValueError(f"the merge {' '.join(merge)!r} is not of the vocabulary")
+    merges = _stored_merges(get, vocabulary)
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=kind in _WHOLE_FIRST))
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -241,26 +267,17 @@ def _byte_level(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
 
 
 def _sentencepiece(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
-    """SentencePiece BPE: merges follow from the scores, unknown characters fall back to bytes."""
-    scores: list[float] = get("tokenizer.ggml.scores")
+    """SentencePiece BPE: unknown characters fall back to bytes."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = []
-    for token, token_type in zip(tokens, types, strict=True):
-        if token_type in (_CONTROL, _BYTE):
-            continue
-        pairs = [
-            (token[:cut], token[cut:])
-            for cut in range(1, len(token))
-            if token[:cut] in vocabulary and token[cut:] in vocabulary
-        ]
-        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(scores[vocabulary[token]], pair) for pair in pairs]
-    merges.sort(key=lambda merge: merge[0], reverse=True)
+    if get("tokenizer.ggml.model") == "gemma4":
+        merges = _stored_merges(get, vocabulary)
+    else:
+        merges = _scored_merges(get, vocabulary, types)
     unknown = tokens[_special_id(get, tokens, "unknown") or 0]
     tokenizer = Tokenizer(
         BPE(
             vocabulary,
-            [pair for _, pair in merges],
+            merges,
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,

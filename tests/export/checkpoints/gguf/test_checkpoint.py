@@ -236,12 +236,20 @@ def test_unknown_tokenizers_are_rejected():
     assert "qwen2" in caught.value.hint.removeprefix("supported: ").split(", ")
 
 
-def test_sentencepiece_merges_follow_the_scores():
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("llama", ["<s>", "▁a", "b"]),  # ▁a scores above ab
+        ("gemma4", ["<s>", "▁", "ab"]),  # its merges are stored
+    ],
+)
+def test_sentencepiece_merges_follow_the_scores_or_are_stored(model, expected):
     from tokenizers import Tokenizer
 
     tokens = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a"]
     metadata = {
-        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.model": model,
+        "tokenizer.ggml.merges": ["a b", "▁ a"],
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": [0, 0, 0, 0, -9, -8, -7, -3, -2],
         "tokenizer.ggml.token_type": [2, 3, 3, 6, 1, 1, 1, 1, 1],
@@ -250,7 +258,7 @@ def test_sentencepiece_merges_follow_the_scores():
     }
     files = convert_tokenizer(metadata.get)
     tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
-    assert tokenizer.encode("ab").tokens == ["<s>", "▁a", "b"]  # ▁a scores above ab
+    assert tokenizer.encode("ab").tokens == expected
     assert tokenizer.encode("A", add_special_tokens=False).tokens == ["▁", "<0x41>"]
     assert tokenizer.decode(tokenizer.encode("ab").ids) == "ab"
 

@@ -48,7 +48,8 @@ def test_logits_equal_those_of_the_checkpoint(tmp_path, case):
 @pytest.mark.parametrize(
     ("case", "changes", "extra", "message"),
     [
-        ("granitehybrid", {}, {"rope__scaling__finetuned": True}, "Bamba, whose heads turn"),
+        ("granitehybrid", {}, {"rope__scaling__finetuned": True}, "granitehybrid.expert_count = 5"),
+        ("bamba", {}, {"rope__dimension_count": 4}, "granitehybrid.rope.dimension_count = 4"),
         ("falcon-h1", {"tie_word_embeddings": True}, {}, "lost the factor of the logits"),
         ("lfm2moe", {}, {"expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1"),
         ("nemotron_h_moe", {}, {"expert_group_count": 4}, "expert_group_count = 4"),
