@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import ctypes
 
+from edgellm.core.errors import EdgeLLMError
+
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+# Statuses of a machine without a GPU: the toolkit's stub library, no device, no such device.
+_NO_GPU = {34, 100, 101}
 
 
 def compute_capability() -> int | None:
-    """Compute capability of the first GPU, 89 for 8.9; None without a GPU or its driver."""
+    """Compute capability of the first GPU, 89 for 8.9; None without a GPU or its driver.
+
+    Raises:
+        EdgeLLMError: there is a driver that fails, as all functions here.
+    """
     major, minor = ctypes.c_int(), ctypes.c_int()
     asked = _ask(
         ("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR),
@@ -51,12 +59,30 @@ def newest_ptx(cuda: tuple[int, int]) -> int:
 
 
 def _ask(*questions: tuple) -> bool:
-    """Call driver functions that take a device last; return whether all succeeded."""
+    """Call driver functions that take a device last; returns False without a GPU.
+
+    Raises:
+        EdgeLLMError: a call fails for another reason.
+    """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
     device = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
-        return False
-    return not any(getattr(driver, name)(*rest, device) for name, *rest in questions)
+    for name, *rest in (("cuInit", 0), ("cuDeviceGet", ctypes.byref(device), 0)):
+        status = getattr(driver, name)(*rest)
+        if status in _NO_GPU:
+            return False
+        _require_success(name, status)
+    for name, *rest in questions:
+        _require_success(name, getattr(driver, name)(*rest, device))
+    return True
+
+
+def _require_success(name: str, status: int) -> None:
+    if status:
+        raise EdgeLLMError(
+            f"the NVIDIA driver fails: {name} gives {status}",
+            hint="add the user to the groups video and render, and see that nvidia-smi works; "
+            "--backend onnxruntime --device cpu needs no GPU",
+        )

@@ -156,6 +156,20 @@ def test_the_proof_goes_on_where_a_stage_fails(tmp_path, monkeypatch):
     assert stages["decoding"]["found"] == "EdgeLLMError: the answer has 1 tokens"
 
 
+def test_the_report_is_written_where_the_gpu_cannot_be_opened(tmp_path, monkeypatch):
+    """Without pycuda, or with a driver that fails for this user."""
+
+    def fails(*_):
+        raise EdgeLLMError("pycuda is not usable here")
+
+    monkeypatch.setattr(gpu_proof, "compute_capability", fails)
+    monkeypatch.setattr(gpu_proof, "measured_bandwidths", fails)
+    stages, status, _ = _prove(monkeypatch, tmp_path, says={}, dry=False)
+    assert status == 1
+    assert stages["decoding"]["found"] == "EdgeLLMError: pycuda is not usable here"
+    assert stages["runtime"]["passed"]
+
+
 def test_without_an_engine_nothing_is_decoded(tmp_path, monkeypatch):
     stages, status, _ = _prove(monkeypatch, tmp_path, says={"build.cli": False})
     assert (status, stages["engine"]["passed"], "decoding" in stages) == (1, False, False)

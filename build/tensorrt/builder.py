@@ -6,7 +6,6 @@ file, so memory holds one copy of the weights, the compiler's.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library import python_plugins
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND, NODES
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
-from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library, plugin_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +136,7 @@ def register_plugins(library: Library) -> None:
     if library.runs_python_plugins:
         python_plugins.register(trt)
     else:
-        register(trt, importlib.import_module(f"{trt.__name__}.plugin"))
+        register(trt, plugin_module(trt))
 
 
 def _external(model: ir.Model) -> dict[str, ir.ExternalTensor]:

@@ -22,6 +22,7 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     Plugin,
     Shapes,
 )
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 
 
 def register(trt: Any, op: Any) -> None:
@@ -30,7 +31,11 @@ def register(trt: Any, op: Any) -> None:
     Args:
         trt: the module `tensorrt`.
         op: its module `tensorrt.plugin`.
+
+    Raises:
+        EdgeLLMError: see `require_attributes`.
     """
+    require_attributes(trt)
     known = getattr(op.op, NAMESPACE) if hasattr(op.op, NAMESPACE) else None
     for plugin in PLUGINS:
         if not hasattr(known, plugin.name):

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 from edgellm.core.commands.extras import remedy
 from edgellm.core.errors import EdgeLLMError, suggestion
 from edgellm.core.manifest import DEVICES, Engine, library_of
+from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.runner import Runner
 
 # Devices of the backends, in the order in which "auto" tries them.
@@ -83,8 +84,10 @@ def automatic(device: str = "") -> tuple[str, dict[str, str]]:
         Its name, and by name why each backend before it does not run here.
 
     Raises:
-        EdgeLLMError: no backend runs here.
+        EdgeLLMError: no backend runs here, or the NVIDIA driver fails.
     """
+    if device != "cpu":
+        compute_capability()  # a driver that fails is an error, not a machine without a GPU
     reasons: dict[str, str] = {}
     for name in (each for each, runs_on in DEVICE_OF.items() if device in (runs_on, "")):
         reasons[name] = _reason_against(name)

@@ -12,6 +12,10 @@ from typing import Any
 
 import numpy as np
 
+# Calls that fail while a graph is recorded, and invalidate it.
+_NOT_CAPTURED = {"free", "mem_alloc", "module", "pin", "stream", "synchronize"}
+_INVALIDATED = 901  # CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+
 
 class DriverError(Exception):
     """pycuda's `driver.Error`."""
@@ -29,6 +33,7 @@ class FakeDriver:
         self.left: list[str] = []  # threads with a context on their stack, when they were asked
         self.calls: list[tuple[str, str]] = []  # name and thread
         self.alive = 0  # allocations
+        self.capture_is_valid: bool | None = None  # None: no graph is recorded
         self.integrated, self._free = integrated, free_bytes
 
     @property
@@ -41,6 +46,9 @@ class FakeDriver:
         """Record a call into the driver."""
         assert self.stack, f"{name} without a context in {threading.current_thread().name}"
         self.calls.append((name, threading.current_thread().name))
+        if name in _NOT_CAPTURED and self.capture_is_valid:
+            self.capture_is_valid = False
+            raise DriverError(f"{name}: operation not permitted when stream is capturing")
 
     def init(self) -> None:
         pass
@@ -150,7 +158,13 @@ def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
     def function(name: str, *found: Any) -> Any:
         def call(*_: Any) -> tuple[Any, ...]:
             driver.use(name)
-            return (1 if name == fails_at else 0, *found)
+            status = 1 if name == fails_at else 0
+            if name == "cuStreamBeginCapture" and not status:
+                driver.capture_is_valid = True
+            if name == "cuStreamEndCapture":
+                status = status if driver.capture_is_valid else _INVALIDATED
+                driver.capture_is_valid = None
+            return (status, *found)
 
         return call
 

@@ -10,6 +10,7 @@ import enum
 import importlib.util
 import operator
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,8 +103,12 @@ class _Registry:
         return self.creators.get((namespace, name))
 
 
-def library() -> ModuleType:
-    """What bindings have, without the library after them."""
+def library(*, repeats: bool = False) -> ModuleType:
+    """What bindings have, without the library after them.
+
+    Args:
+        repeats: fields repeat their first byte, as before 10.15 under NumPy 2.
+    """
     trt: Any = ModuleType("tensorrt")
     for name in _BASES:
         setattr(trt, name, _base(name))
@@ -122,7 +127,7 @@ def library() -> ModuleType:
     trt.PluginFieldType = enum.Enum("PluginFieldType", kinds)
     trt.PluginArgType = enum.Enum("PluginArgType", "INT")
     trt.PluginArgDataType = enum.Enum("PluginArgDataType", "INT8 INT16 INT32")
-    trt.PluginField = _field
+    trt.PluginField = type("PluginField", (_Field,), {"repeats": repeats})
     trt.PluginFieldCollection = list
     trt.Dims = type("Dims", (), {"MAX_DIMS": 8})
     trt.DimsExprs = lambda of: [None] * of if isinstance(of, int) else list(of)
@@ -144,10 +149,29 @@ def _base(name: str) -> type:
     return type(name, (), {"__init__": initialize})
 
 
-def _field(name: str, data: Any = None, kind: Any = None) -> SimpleNamespace:
-    is_bytes = isinstance(data, bytes)
-    array = np.frombuffer(data, np.int8) if is_bytes else data  # type: ignore[arg-type]
-    return SimpleNamespace(name=name, data=array, type=kind)
+class _Field:
+    """`PluginField`: has the address of its array, which may be gone when it is read."""
+
+    repeats = False  # the first byte, as bindings before 10.15 do under NumPy 2
+
+    def __init__(self, name: str, data: Any = None, kind: Any = None) -> None:
+        self.name, self.type = name, kind
+        is_array = isinstance(data, np.ndarray)
+        self._size = data.nbytes if is_array else 0
+        self._find = weakref.ref(data) if is_array else lambda: data
+
+    @property
+    def data(self) -> Any:
+        found = self._find()
+        if self._size and found is None:
+            return np.full(self._size, 0x5A, np.int8)  # freed
+        return np.full_like(found, found[0]) if self.repeats and self._size else found
+
+
+def _parsed(name: str, value: Any) -> SimpleNamespace:
+    """A field that TensorRT made of a node's attribute, with memory of its own."""
+    data = np.frombuffer(value.encode(), np.int8) if isinstance(value, str) else np.array([value])
+    return SimpleNamespace(name=name, data=data, type=None)
 
 
 @contextmanager
@@ -180,10 +204,7 @@ class Node:
     def __init__(self, trt: Any, op: Any, name: str, given: Mapping[str, Any]) -> None:
         self._trt, namespace = trt, name.partition("::")[0]
         definition = op._lib.QDP_REGISTRY[name]
-        fields = [
-            _field(key, value.encode() if isinstance(value, str) else np.array([value]))
-            for key, value in given.items()
-        ]
+        fields = [_parsed(key, value) for key, value in given.items()]
         creator = op._lib.QDP_CREATORS[name]
         request = trt.QuickPluginCreationRequest.STRICT_AOT
         short = name.partition("::")[2]

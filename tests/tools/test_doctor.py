@@ -9,9 +9,11 @@ import types
 from pathlib import Path
 
 import pytest
+from plugin_stub import library
 
 from edgellm.build import resource_estimate
 from edgellm.build.tensorrt.lowering import cache_plan
+from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.tools.doctor import checks, jetpack
@@ -139,7 +141,8 @@ def test_unknown_file_contents_are_faults(machine):
 
 
 def test_replaced_operators_of_an_older_tensorrt_are_listed(monkeypatch):
-    trt = types.SimpleNamespace(__name__="tensorrt", __version__="10.13.3.9")
+    trt = library()
+    trt.__version__ = "10.13.3.9"
     monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
     found = checks._backend("tensorrt").found
     assert found.startswith("TensorRT 10.13.3.9; attention by edgellm's kernels; other operators ")
@@ -160,6 +163,41 @@ def test_a_gpu_without_edgellm_s_kernels_gives_the_reason(monkeypatch, sm, cuda_
     monkeypatch.setattr(cache_plan, "driver_cuda", lambda: cuda_version)
     found = checks._backend("tensorrt").found
     assert found.startswith(f"TensorRT 11.4.1; attention by TensorRT's operators, since {reason}")
+
+
+def test_a_board_without_pycuda_or_whole_attributes_gets_the_remedy(machine, monkeypatch):
+    """TensorRT compiles there, and its engines would not run."""
+    trt = library()
+    trt.__version__ = "10.13.3.9"
+    monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
+    monkeypatch.setattr(checks.gpu, "compute_capability", lambda: 110)
+    for name in ("pycuda", "pycuda.driver", "cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    (found,) = _found(machine({}), "--backend tensorrt")
+    assert (found.status, "through pycuda and cuda-python" in found.found) == (OK, True)
+    for missing, package in (("pycuda", "pycuda"), ("cuda", "cuda-python")):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, missing, None)
+            for module in (f"{missing}.driver", "cuda.bindings.driver"):
+                without.setitem(sys.modules, module, None)
+            (found,) = _found(machine({}), "--backend tensorrt")
+        assert found.status == NOTE
+        assert "can be built, but not run" in found.found
+        assert found.remedy.startswith("pip install")
+        assert package in found.found or missing == "cuda"
+    trt = library(repeats=True)
+    trt.__version__ = "10.13.3.9"
+    (found,) = _found(machine({}), "--backend tensorrt")
+    assert (found.status, "numpy<2" in found.remedy) == (NOTE, True)
+
+
+def test_a_driver_that_fails_is_a_fault(machine, monkeypatch):
+    def fails() -> None:
+        raise EdgeLLMError("the NVIDIA driver fails: cuInit gives 999", hint="groups")
+
+    monkeypatch.setattr(checks.gpu, "compute_capability", fails)
+    (driver,) = _found(machine({}), "driver")
+    assert (driver.status, driver.remedy) == (FAULT, "groups")
 
 
 def test_packages_and_backends_are_checked(machine, monkeypatch):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.resources import system_memory
-from edgellm.device_runtime import runners
+from edgellm.device_runtime import gpu, runners
 from edgellm.tools.doctor import jetpack
 from edgellm.tools.doctor.machine import Machine, ProgramError
 
@@ -40,6 +40,7 @@ class Finding:
 def examine(machine: Machine) -> Iterator[Finding]:
     """Yield all findings; checks come after those that they depend on."""
     yield from _gpu(machine)
+    yield from _driver()
     yield from _jetpack(machine)
     yield from _cuda(machine)
     yield from _memory(machine)
@@ -77,6 +78,14 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
             )
         else:
             yield Finding(what="driver", status=OK, found=driver)
+
+
+def _driver() -> Iterator[Finding]:
+    """Report a driver that fails for this user; boards have no nvidia-smi."""
+    try:
+        gpu.compute_capability()
+    except EdgeLLMError as error:
+        yield Finding(what="driver", status=FAULT, found=str(error), remedy=error.hint)
 
 
 def _jetpack(machine: Machine) -> Iterator[Finding]:
@@ -228,10 +237,23 @@ def _cuda_provider() -> Finding:
 
 def _backend(name: str) -> Finding:
     try:
-        found = runners.find(name).available()
-        return Finding(what=f"--backend {name}", status=OK, found=found + _rewritten(name))
+        found = runners.find(name).available() + _rewritten(name)
+        if name == "tensorrt" and gpu.compute_capability() is not None:
+            found += f"; {_require_bindings()}"
+        return Finding(what=f"--backend {name}", status=OK, found=found)
     except EdgeLLMError as error:
         return Finding(what=f"--backend {name}", status=NOTE, found=str(error), remedy=error.hint)
+
+
+def _require_bindings() -> str:
+    """Return the packages that run engines; raises `EdgeLLMError` if one does not load."""
+    from edgellm.device_runtime.runners.tensorrt.cuda.driver import import_bindings
+
+    try:
+        import_bindings()
+    except EdgeLLMError as error:
+        raise EdgeLLMError(f"engines can be built, but not run: {error}", hint=error.hint) from None
+    return "engines run through pycuda and cuda-python"
 
 
 def _rewritten(name: str) -> str:
@@ -240,10 +262,12 @@ def _rewritten(name: str) -> str:
         return ""
     from edgellm.build.tensorrt.lowering.cache_plan import machine_fault
     from edgellm.build.tensorrt.lowering.op_table import lacking
-    from edgellm.device_runtime.runners.tensorrt.library.trt_import import find_library
+    from edgellm.device_runtime.runners.tensorrt.library import trt_import
 
-    library = find_library()
+    library = trt_import.find_library()
     fault, operators = machine_fault(library), lacking(library.version)
+    if not fault:
+        trt_import.require_attributes(library.trt)
     whose = f"TensorRT's operators, since {fault}" if fault else "edgellm's kernels"
     stand_in = f"; other operators stand for {', '.join(operators)}" if operators else ""
     return f"; attention by {whose}{stand_in}"

@@ -5,12 +5,15 @@ Both are handles of the driver's own: a stream of the one is a stream of the oth
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import importlib
 import logging
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,11 +47,7 @@ def open_device() -> CudaDevice:
     Raises:
         EdgeLLMError: pycuda, cuda-python or the driver is missing; says which.
     """
-    driver = _import("pycuda.driver", "pycuda")
-    try:
-        graphs = _import("cuda.bindings.driver", "cuda-python")
-    except EdgeLLMError:
-        graphs = _import("cuda.cuda", "cuda-python")  # before cuda-python 12.6
+    driver, graphs = import_bindings()
     try:
         driver.init()
         gpu = driver.Device(0)
@@ -57,6 +56,19 @@ def open_device() -> CudaDevice:
             f"the NVIDIA driver does not work: {error}", hint="edgellm-doctor says more"
         ) from None
     return CudaDevice(driver, graphs, gpu)
+
+
+def import_bindings() -> tuple[Any, Any]:
+    """`pycuda.driver` and `cuda.bindings.driver`, which run TensorRT's engines.
+
+    Raises:
+        EdgeLLMError: a package is missing, or does not load; says which.
+    """
+    driver = _import("pycuda.driver", "pycuda")
+    try:
+        return driver, _import("cuda.bindings.driver", "cuda-python")
+    except EdgeLLMError:
+        return driver, _import("cuda.cuda", "cuda-python")  # before cuda-python 12.6
 
 
 def _import(module: str, package: str) -> Any:
@@ -90,7 +102,8 @@ class CudaDevice:
         """Make a stream in the primary context."""
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
         self._context, self._depth = gpu.retain_primary_context(), _Depth()
-        self._can_capture = True
+        self._can_capture, self._is_capturing = True, False
+        self._unused: deque[Any] = deque()  # allocations to be freed
         with self.current():
             self._open()
 
@@ -118,8 +131,14 @@ class CudaDevice:
 
     def _free(self, allocation: Any) -> None:
         if not sys.is_finalizing():  # then pycuda frees what there is
-            with self.current():
-                allocation.free()
+            self._unused.append(allocation)
+            self._free_unused()
+
+    def _free_unused(self) -> None:
+        """Free memory without an owner; during a capture this would invalidate the graph."""
+        while self._unused and not self._is_capturing:
+            with contextlib.suppress(IndexError), self.current():  # another thread may take it
+                self._unused.popleft().free()
 
     def _freed_with(self, owner: Any, allocation: Any) -> None:
         """In whatever thread the owner goes."""
@@ -298,12 +317,27 @@ class CudaDevice:
         if not self._can_capture:
             return enqueue
         try:
-            with self.current():
+            with self.current(), self._recording():
                 return self._capture(enqueue)
-        except EdgeLLMError as error:
+        except (EdgeLLMError, self._driver.Error) as error:
             self._can_capture = False
             _log.warning("%s; passes are asked for piece by piece, which is slower", error)
             return enqueue
+        finally:
+            self._free_unused()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """No memory is freed meanwhile, neither by finalizers nor by the garbage collector."""
+        is_collecting = gc.isenabled()
+        gc.disable()  # TensorRT's own objects free memory, too
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+            if is_collecting:
+                gc.enable()
 
     def _capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         graphs, stream = self._graphs, self._graphs.CUstream(self.stream)

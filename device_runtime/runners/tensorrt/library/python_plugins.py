@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.runners.tensorrt.cuda.launch import DriverLaunch
@@ -25,8 +26,10 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     Plugin,
     Shapes,
 )
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 
 _VERSION = "1"  # as nodes name it
+_NO_DATA = np.zeros(0, np.int8)
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 _find = functools.cache(prebuilt.find)
 _registered: list[Any] = []  # creators, of which TensorRT keeps addresses
@@ -42,9 +45,8 @@ class _Kind:
     plugin: Plugin
     start: Start
 
-    def fields(self, text: bytes) -> Any:
-        """A node's attribute, as TensorRT keeps it."""
-        data = np.frombuffer(text, np.int8)
+    def fields(self, data: NDArray[np.int8]) -> Any:
+        """A node's attribute. TensorRT keeps the address of `data`, which must outlive it."""
         field = self.trt.PluginField(GIVEN, data, self.trt.PluginFieldType.CHAR)
         return self.trt.PluginFieldCollection([field])
 
@@ -55,7 +57,11 @@ def register(trt: Any, start: Start | None = None) -> None:
     Args:
         trt: the module `tensorrt`.
         start: what launches a kernel; the NVIDIA driver, if nothing is said.
+
+    Raises:
+        EdgeLLMError: see `require_attributes`.
     """
+    require_attributes(trt)
     registry = trt.get_plugin_registry()
     start = start or DriverLaunch()
     for plugin in PLUGINS:
@@ -80,7 +86,7 @@ def _creator(kind: _Kind) -> Any:
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_version = kind.plugin.name, _VERSION
-            self.plugin_namespace, self.field_names = NAMESPACE, kind.fields(b"")
+            self.plugin_namespace, self.field_names = NAMESPACE, kind.fields(_NO_DATA)
 
         def create_plugin(self, _name: str, fields: Any, _phase: Any) -> Any:
             (text,) = (bytes(field.data) for field in fields if field.name == GIVEN)
@@ -97,7 +103,8 @@ class _Node:
         self.plugin_version, self.plugin_namespace = _VERSION, NAMESPACE
         self.num_outputs = kind.plugin.num_outputs
         self._kind, self._text, self._given = kind, text, json.loads(text)
-        self._fields = kind.fields(text.encode())  # TensorRT keeps their addresses
+        self._data = np.frombuffer(text.encode(), np.int8)  # the fields have its address only
+        self._fields = kind.fields(self._data)
 
     def get_capability_interface(self, _kind: Any) -> Any:
         return self

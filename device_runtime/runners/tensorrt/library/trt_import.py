@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.gpu import compute_capability
@@ -93,6 +95,40 @@ def targets(trt: Any) -> list[int]:
     """Compute capabilities that TensorRT-RTX compiles for."""
     members = trt.ComputeCapability.__members__
     return sorted(int(name[2:]) for name in members if re.fullmatch(r"SM\d+", name))
+
+
+def require_attributes(trt: Any) -> None:
+    """Check that the bindings hand on the bytes of a plugin's attribute.
+
+    TensorRT's bindings up to 10.14 repeat the first byte under NumPy 2.
+
+    Raises:
+        EdgeLLMError: they change bytes.
+    """
+    data = np.frombuffer(b"{}", np.int8)  # the field has its address only
+    field = trt.PluginField("", data, trt.PluginFieldType.CHAR)
+    if (found := bytes(field.data)) != b"{}":
+        raise EdgeLLMError(
+            f"the bindings of TensorRT {trt.__version__} change attributes of plugins with NumPy "
+            f"{np.__version__}: {b'{}'!r} becomes {found!r}",
+            hint="pip install 'numpy<2' 'ml_dtypes<0.6'",
+        )
+
+
+def plugin_module(trt: Any) -> Any:
+    """The library's module `plugin`; in packages before 10.14 only the bindings have it.
+
+    Raises:
+        EdgeLLMError: there is none.
+    """
+    name = trt.__name__
+    for package in (name, f"{name}_bindings"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{package}.plugin")
+    raise EdgeLLMError(
+        f"{_NAMES[name]} {trt.__version__} has no module {name}.plugin",
+        hint="install all Python files of this TensorRT, or build with --kernels tensorrt",
+    )
 
 
 def _load(name: str) -> Library | str:

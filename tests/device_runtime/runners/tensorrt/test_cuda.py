@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeDriver, fake_graphs
+from fake_cuda import DriverError, FakeDriver, fake_graphs
 
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
 )
-from edgellm.device_runtime.gpu import newest_ptx
+from edgellm.device_runtime import gpu, runners
+from edgellm.device_runtime.gpu import compute_capability, newest_ptx
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
 from edgellm.device_runtime.runners.tensorrt.cuda import gather
@@ -104,6 +109,48 @@ def test_the_newest_ptx_of_a_driver(cuda_version, newest):
     assert newest_ptx(cuda_version) == newest
 
 
+class Library:
+    """`libcuda.so.1` of a machine with one GPU; one call gives a status."""
+
+    def __init__(self, name: str = "", status: int = 0) -> None:
+        self._name, self._status = name, status
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            if name == "cuDeviceGetAttribute":
+                arguments[0]._obj.value = {75: 11, 76: 0}[arguments[1]]
+            return self._status if name == self._name else 0
+
+        return call
+
+
+def test_a_driver_that_fails_is_no_machine_without_a_gpu(monkeypatch):
+    """The status 999: the user may not open the device; an engine for the CPU would be built."""
+
+    def load(*given: Any) -> None:
+        found = Library(*given)
+        monkeypatch.setattr(
+            gpu, "ctypes", SimpleNamespace(**{**vars(ctypes), "CDLL": lambda _: found})
+        )
+
+    load()
+    assert compute_capability() == 110
+    for name in ("cuInit", "cuDeviceGet", "cuDeviceGetAttribute"):
+        load(name, 999)
+        for ask in (
+            compute_capability,
+            lambda: runners.automatic(),
+            lambda: runners.automatic("cuda"),
+        ):
+            with pytest.raises(EdgeLLMError, match=f"driver fails: {name} gives 999") as error:
+                ask()
+            assert "group" in error.value.hint
+        assert runners.automatic("cpu")[0] == "onnxruntime_cpu"
+    for name, status in (("cuInit", 100), ("cuInit", 34), ("cuDeviceGet", 101)):
+        load(name, status)
+        assert (compute_capability(), gpu.name(), gpu.memory_bytes()) == (None, "", 0)
+
+
 def test_indices_wait_only_when_their_memory_is_full():
     driver = FakeDriver()
     device, rows = _device(driver), np.arange(4000)[::-1]
@@ -139,7 +186,18 @@ def test_memory_outlives_its_views_and_is_freed_in_any_thread():
     assert driver.alive == 0
 
 
-@pytest.mark.parametrize("fails_at", ["cuStreamBeginCapture", "cuStreamEndCapture", "enqueue"])
+@pytest.mark.parametrize(
+    "fails_at",
+    [
+        "cuStreamBeginCapture",
+        "cuStreamEndCapture",
+        "cuGraphInstantiate",
+        "cuGraphDestroy",
+        "enqueue",
+        "driver",
+        "wait",
+    ],
+)
 def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
     driver = FakeDriver()
     device, asked = _device(driver, fails_at), []
@@ -148,6 +206,10 @@ def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
         asked.append(1)
         if fails_at == "enqueue" and len(asked) == 1:
             raise EdgeLLMError("TensorRT does not run the pass")
+        if fails_at == "driver" and len(asked) == 1:
+            raise DriverError("cuLaunchKernel failed")
+        if fails_at == "wait" and len(asked) == 1:
+            device.synchronize()  # no driver allows it here
 
     for _ in range(2):
         device.capture(enqueue)()
@@ -155,6 +217,27 @@ def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
     assert "cuGraphLaunch" not in {name for name, _ in driver.calls}
     (record,) = caplog.records  # one warning
     assert "piece by piece" in record.message
+
+
+def test_memory_is_freed_after_a_capture(caplog):
+    """The garbage collector may run meanwhile; a driver refuses to free."""
+    driver = FakeDriver()
+    device = _device(driver)
+    cycle = SimpleNamespace(memory=device.allocate(64))
+    cycle.itself, held = cycle, [device.pinned(64)]
+    del cycle
+
+    def enqueue() -> None:
+        assert not gc.isenabled()
+        held.clear()
+        gc.collect()
+        device.copy(0, 0, 16)
+
+    device.capture(enqueue)()
+    names = [name for name, _ in driver.calls]
+    assert names.count("cuGraphLaunch") == 1
+    assert (driver.alive, device._unused, gc.isenabled()) == (0, deque(), True)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("integrated", "free"), [(True, 6 << 30), (False, 1 << 30)])
@@ -200,7 +283,8 @@ def test_a_process_ends_cleanly_with_memory_that_lives():
         "from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda\n"
         "driver = FakeDriver()\n"
         "device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))\n"
-        "sys.held = device.allocate(64), device.pinned(64), device.capture(device.synchronize)\n"
+        "replay = device.capture(lambda: device.copy(0, 0, 16))\n"
+        "sys.held = device.allocate(64), device.pinned(64), replay\n"
         "driver.use = lambda name: print('asked for', name)\n"
         "assert not driver.stack\n"
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kernel_references import REFERENCES, TYPES
 from plugin_stub import Builder, dim, library
 
 from edgellm.build.tensorrt.builder import register_plugins
+from edgellm.build.tensorrt.plugins import register as quick
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
 from edgellm.device_runtime.runners import tensorrt
@@ -26,7 +28,7 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     NAMESPACE,
     PLUGINS,
 )
-from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library, plugin_module
 
 ROWS, LIVE, CAPACITY, HEADS, KV_HEADS, SIZE, STREAM = 5, 9, 32, 6, 2, 80, 7
 ATTRIBUTE = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "codes": "fp16"}
@@ -48,7 +50,8 @@ class Machine:
         trt = self.trt
         creator = trt.get_plugin_registry().get_creator(name, "1", NAMESPACE)
         assert [field.name for field in creator.field_names] == [GIVEN]
-        field = trt.PluginField(GIVEN, json.dumps(ATTRIBUTE).encode(), trt.PluginFieldType.CHAR)
+        text = np.frombuffer(json.dumps(ATTRIBUTE).encode(), np.int8)
+        field = trt.PluginField(GIVEN, text, trt.PluginFieldType.CHAR)
         built = creator.create_plugin(name, [field], trt.TensorRTPhase.BUILD)
         assert built.initialized == {
             f"IPluginV3{part}" for part in ("", "OneCore", "OneBuild", "OneRuntime")
@@ -115,6 +118,47 @@ def test_three_nodes_compute_attention():
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("hgrl,hld->rhgd", weights / weights.sum(-1, keepdims=True), values)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=4e-3)
+
+
+def test_each_layer_keeps_its_own_attribute_in_a_plan():
+    """TensorRT copies a field's address; else all layers would use the last one's KV cache."""
+    trt: Any = library()
+    python_plugins.register(trt, lambda *_: None)
+    creator = trt.get_plugin_registry().get_creator(PLUGINS[0].name, "1", NAMESPACE)
+    nodes = []
+    for layer in range(32):
+        text = np.frombuffer(json.dumps({**ATTRIBUTE, "layer": layer}).encode(), np.int8)
+        field = trt.PluginField(GIVEN, text, trt.PluginFieldType.CHAR)
+        nodes.append(creator.create_plugin(PLUGINS[0].name, [field], trt.TensorRTPhase.BUILD))
+        nodes[-1] = nodes[-1].clone()
+    written = [bytes(node.get_fields_to_serialize()[0].data) for node in nodes]
+    assert [json.loads(text)["layer"] for text in written] == list(range(32))
+
+
+@pytest.mark.parametrize("register", [python_plugins.register, lambda trt: quick(trt, None)])
+def test_bindings_that_change_attributes_are_rejected(register):
+    """Those of TensorRT up to 10.14 under NumPy 2, before TensorRT calls the plugins."""
+    trt: Any = library(repeats=True)
+    trt.__version__ = "10.13.3.9"
+    with pytest.raises(EdgeLLMError, match=r"of TensorRT 10\.13\.3\.9 change attributes") as error:
+        register(trt)
+    assert "numpy<2" in error.value.hint
+
+
+@pytest.mark.parametrize("package", ["tensorrt", "tensorrt_bindings"])
+def test_the_module_plugin_is_found(monkeypatch, package):
+    """Pip's TensorRT 10.9 to 10.13 has it in the bindings' package only."""
+    trt = ModuleType("tensorrt")
+    trt.__version__ = "10.13.3"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tensorrt", trt)
+    monkeypatch.setitem(sys.modules, "tensorrt_bindings", ModuleType("tensorrt_bindings"))
+    for name in ("tensorrt.plugin", "tensorrt_bindings.plugin"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(EdgeLLMError, match=r"has no module tensorrt\.plugin"):
+        plugin_module(trt)
+    expected = ModuleType("plugin")
+    monkeypatch.setitem(sys.modules, f"{package}.plugin", expected)
+    assert plugin_module(trt) is expected
 
 
 @pytest.mark.parametrize(("version", "needs"), [("10.3.0", True), ("10.13.3", False)])
