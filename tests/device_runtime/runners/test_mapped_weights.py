@@ -20,15 +20,22 @@ from edgellm.device_runtime.kernels.library import DOMAIN, instruction_sets
 from edgellm.device_runtime.runners import onnxruntime_graphs as graphs
 
 
+def mappings(file: Path) -> list[str]:
+    """Linux's flags of each."""
+    parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    return [part.split("VmFlags:")[1] for part in parts if str(file) in part]
+
+
 def _has_large_pages() -> bool:
-    """Whether a mapping keeps the advice; emulators drop it."""
-    with mmap.mmap(-1, 1 << 22) as area:
-        advice = getattr(mmap, "MADV_HUGEPAGE", None)
-        if advice is None:
-            return False
-        with contextlib.suppress(OSError):
+    """Whether a mapped file keeps the advice; emulators drop it."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    with Path(__file__).open("rb") as stream:
+        area = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    with area, contextlib.suppress(OSError):
+        if advice is not None:
             area.madvise(advice)
-        return bool(re.search(r"^VmFlags:.* hg( |$)", Path("/proc/self/smaps").read_text(), re.M))
+        return any("hg" in flags.split() for flags in mappings(Path(__file__)))
+    return False
 
 
 def _reads_without_waiting(file: Path) -> bool:
@@ -45,12 +52,6 @@ def _reads_without_waiting(file: Path) -> bool:
 
 HAS_LARGE_PAGES = _has_large_pages()
 HAS_LENDING = graphs._version() >= graphs._BORROWS
-
-
-def mappings(file: Path) -> list[str]:
-    """Linux's flags of each."""
-    parts = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
-    return [part.split("VmFlags:")[1] for part in parts if str(file) in part]
 
 
 @pytest.fixture
