@@ -37,10 +37,10 @@ TINY = {
     "vision_config": {
         "hidden_size": 32,
         "intermediate_size": 40,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention"],
         "patch_size": 4,
     },
     "text_config": {
@@ -309,9 +309,12 @@ def neighbours(op: Op, positions: ir.Value, kernel: int, merge_size: int) -> lis
             op.Sub(column, op.Mul(block_column, merge)),
         )
         index = op.Add(op.Mul(block, op.constant(merge_size**2)), place)
-        is_inside = [
-            op.Cast(op.Equal(at, there), to=int(op.dtype))
-            for at, there in zip(wanted, inside, strict=True)
+        # By operators that CUDA has
+        shares = [
+            op.Cast(op.GreaterOrEqual(upper, lower), to=int(op.dtype))
+            for at, (_, end) in zip(wanted, axes, strict=True)
+            for upper, lower in ((at, zero), (end, at))
         ]
-        found.append(Neighbour(index, op.Unsqueeze(op.Mul(*is_inside), op.constant([1]))))
+        is_inside = op.Mul(op.Mul(*shares[:2]), op.Mul(*shares[2:]))
+        found.append(Neighbour(index, op.Unsqueeze(is_inside, op.constant([1]))))
     return found

@@ -135,12 +135,15 @@ def test_engines_of_quantized_bundles_equal_the_bundle(
     operators = _operators(tmp_path / "engine")
     assert operators[operator]
     # The patch embedding; pooling of Gemma 3, and its projection, which is no linear layer;
-    # averages of MiniCPM-V
+    # averages of MiniCPM-V. LFM3-VL's patch embedding is a linear layer.
     floats = 0 if model.spec.image_size else 1
-    assert operators["MatMul"] == {"gemma3": 2, "minicpmv4_6": 2}.get(model.spec.model_type, floats)
+    others = {"gemma3": 2, "minicpmv4_6": 2, "lfm3_vl": 0}
+    assert operators["MatMul"] == others.get(model.spec.model_type, floats)
     grid = whole_grid(model.spec, (6, 8))
     pixels = random_pixels(model.spec, grid, 6)
     expected, found = portable.run(pixels, grid), _encode(tmp_path / "engine", pixels, grid)
+    if model.spec.model_type == "lfm3_vl":  # gates multiply the errors of two rounded layers
+        maximum *= 2
     for array, reference in zip(found, expected, strict=True):
         distance = np.linalg.norm(array - reference) / np.linalg.norm(reference)
         assert least <= distance < maximum
