@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 import onnx_ir as ir
 
 from edgellm.core import graph_io
-from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.config.visual import check_heads, language_size, read_activation, read_square
+from edgellm.export.config.visual import language_size
 from edgellm.export.layers.mlp import FeedForward
 from edgellm.export.layers.norm import LayerNorm
 from edgellm.export.onnx.builder import Op
@@ -59,27 +57,11 @@ class Config(lfm2_vl.Config):
     @classmethod
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> lfm2_vl.Config:
         """Read `vision_config`, and the encoder's keys in the rest of config.json."""
-        vision.expect("num_channels", 3)
-        size = vision.positive("hidden_size", 1152)
-        num_heads = vision.positive("num_attention_heads", 16)
-        check_heads(size, num_heads)
-        positions = vision.positive("num_patches", 256)
-        if math.isqrt(positions) ** 2 != positions:
-            raise UnsupportedModelError(
-                f"config.json: num_patches = {positions} is not a square",
-                hint="use config.json as the model was published",
-            )
+        facts = cls.siglip2(vision, size=1152, inner_size=4304, depth=27, num_heads=16)
         return cls(
-            depth=vision.positive("num_hidden_layers", 27),
-            size=size,
-            inner_size=vision.positive("intermediate_size", 4304),
-            num_heads=num_heads,
-            activation=read_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
-            epsilon=vision.read("layer_norm_eps", float, 1e-6),
+            **facts,
             out_size=language_size(model),
-            patch_size=read_square(vision, "patch_size", 16),
             merge_size=vision.positive("spatial_merge_size", 2),
-            position_grid=math.isqrt(positions),
             projector_size=model.positive("projector_hidden_size", 11520),
             projector_activation="gelu",
             projector_bias=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -82,32 +83,51 @@ class Config:
     def from_hf(cls, vision: ConfigReader, model: ConfigReader) -> Config:
         """Read `vision_config`, and the encoder's keys in the rest of config.json."""
         vision.optional("vision_use_head", bool)  # pools for SigLIP's own loss
-        vision.expect("num_channels", 3)
         model.expect("vision_feature_layer", -1)
-        size = vision.positive("hidden_size", 768)
-        num_heads = vision.positive("num_attention_heads", 12)
+        return cls(
+            **cls.siglip2(vision),
+            out_size=language_size(model),
+            merge_size=model.positive("downsample_factor", 2),
+            projector_size=model.positive("projector_hidden_size", 2560),
+            projector_activation=read_activation(model, "projector_hidden_act", "gelu"),
+            projector_bias=model.read("projector_bias", bool, True),
+            projector_norm=model.read("projector_use_layernorm", bool, True),
+        )
+
+    @staticmethod
+    def siglip2(
+        vision: ConfigReader,
+        *,
+        size: int = 768,
+        inner_size: int = 3072,
+        depth: int = 12,
+        num_heads: int = 12,
+    ) -> dict[str, Any]:
+        """Read SigLIP 2's facts, by field; the arguments are the family's defaults.
+
+        Raises:
+            UnsupportedModelError: heads that do not divide the width, or positions that are no
+                square.
+        """
+        vision.expect("num_channels", 3)
+        size = vision.positive("hidden_size", size)
+        num_heads = vision.positive("num_attention_heads", num_heads)
         check_heads(size, num_heads)
         positions = vision.positive("num_patches", 256)
         if math.isqrt(positions) ** 2 != positions:
             raise UnsupportedModelError(
                 f"config.json: num_patches = {positions} is not a square", hint=_REMEDY
             )
-        return cls(
-            depth=vision.positive("num_hidden_layers", 12),
-            size=size,
-            inner_size=vision.positive("intermediate_size", 3072),
-            num_heads=num_heads,
-            activation=read_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
-            epsilon=vision.read("layer_norm_eps", float, 1e-6),
-            out_size=language_size(model),
-            patch_size=read_square(vision, "patch_size", 16),
-            merge_size=model.positive("downsample_factor", 2),
-            position_grid=math.isqrt(positions),
-            projector_size=model.positive("projector_hidden_size", 2560),
-            projector_activation=read_activation(model, "projector_hidden_act", "gelu"),
-            projector_bias=model.read("projector_bias", bool, True),
-            projector_norm=model.read("projector_use_layernorm", bool, True),
-        )
+        return {
+            "depth": vision.positive("num_hidden_layers", depth),
+            "size": size,
+            "inner_size": vision.positive("intermediate_size", inner_size),
+            "num_heads": num_heads,
+            "activation": read_activation(vision, "hidden_act", "gelu_pytorch_tanh"),
+            "epsilon": vision.read("layer_norm_eps", float, 1e-6),
+            "patch_size": read_square(vision, "patch_size", 16),
+            "position_grid": math.isqrt(positions),
+        }
 
     def spec(self, model_type: str, num_parameters: int) -> VisionSpec:
         """The spec for the manifest."""
