@@ -37,7 +37,7 @@ def test_a_plain_token_needs_few_python_calls(tiny_engine):
         sampling = SamplingParams(temperature=0.0, ignore_eos=True)
         answer = llm.generate(WORDS, sampling=sampling, max_generate_length=24)
         calls = calls_of_steps(answer, 4, 8)
-    assert max(calls) < 115
+    assert max(calls) < 120
 
 
 def test_paused_lookups_need_few_more_calls(tree_engine):
