@@ -27,6 +27,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 import without_host
 from hypothesis import settings
 from made_once import made_once
+from nightly_cases import mark_nightly
 
 from edgellm.core.cli import _explain as explain
 from edgellm.core.commands.entry_points import MODULES
@@ -79,6 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("quick"):
         config.pluginmanager.register(without_host)
         settings.load_profile("quick")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_nightly(items)
 
 
 def pytest_collection_finish() -> None:

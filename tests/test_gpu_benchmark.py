@@ -112,6 +112,7 @@ class HostEvents:
         return (last[0] - first[0]) * 1e3
 
 
+@pytest.mark.each_change("eagle3")
 @pytest.mark.parametrize("draft", ["eagle3", "medusa"])
 def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     """Base, draft, compaction and check have times below the round's."""
@@ -143,6 +144,7 @@ def test_a_round_on_the_fake_gpu(eagle_pairs, tmp_path, monkeypatch, draft):
     assert gpus[0].launches > TOKENS > gpus[0].captures
 
 
+@pytest.mark.each_change("True")
 @pytest.mark.parametrize("speculative", [False, True])
 def test_output_tokens_are_counted(eagle_pair, tmp_path, monkeypatch, speculative):
     """By the fake GPU's counts; a round runs on the device without clocks in between."""

@@ -22,7 +22,7 @@ from adversary.workshop import Workshop
 from edgellm.core.artifact import MADE_BY_NAME, hash_file
 from edgellm.core.manifest import MANIFEST_NAME
 
-SHARE = 8
+SHARE = 4
 STAGE = ".out.transfer"  # from which a transfer resumes
 SIGNALS = {"SIGINT": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 Files = dict[str, str]

@@ -114,6 +114,7 @@ def test_a_run_resumes_after_ctrl_c(command_here, place, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("*.quantizing")] == []
 
 
+@pytest.mark.each_change("int4_awq")
 @pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
 def test_an_interrupt_at_any_file_does_not_change_the_result(place, tmp_path, monkeypatch, scheme):
     """Interrupt when the first, second, ... file is finished, and resume."""

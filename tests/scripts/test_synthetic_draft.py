@@ -62,6 +62,7 @@ def test_conversations_for_a_draft(tmp_path):
     assert (tmp_path / "b/00000-0.png").read_bytes() != (tmp_path / "a/00000-0.png").read_bytes()
 
 
+@pytest.mark.nightly
 def test_the_shipped_draft_is_lossless_with_high_acceptance(tmp_path):
     """Captions of fresh scenes are right, as without it, with more than 3 tokens a round."""
     source, network = open_checkpoint(str(MODEL)), open_checkpoint(str(DRAFT), tokenizer=False)

@@ -94,6 +94,7 @@ def test_texts_are_cut_to_what_the_engine_takes(qwen3):
     np.testing.assert_allclose(llm.embed(long, truncate=True), expected, atol=1e-5)
 
 
+@pytest.mark.each_change("True-cls", "False-mean", "True-lasttoken")
 @pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken"])
 @pytest.mark.parametrize("pools_prompt", [True, False])
 def test_dense_layers_follow_every_pooling(modules, tmp_path, mode, pools_prompt):

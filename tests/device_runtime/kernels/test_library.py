@@ -121,6 +121,7 @@ int main(int, char** arguments) {
 """
 
 
+@pytest.mark.nightly
 @needs_emulator
 def test_a_cross_compiler_makes_a_wheel_that_loads_on_arm(tmp_path, monkeypatch):
     builders = pytest.importorskip("hatchling.builders.wheel")
@@ -156,6 +157,7 @@ def test_a_compiler_names_its_processor(tmp_path, monkeypatch, triple, machine, 
     assert compiling.machine_of(str(compiler)) == expected
 
 
+@pytest.mark.nightly
 def test_a_source_distribution_has_the_headers(tmp_path):
     builders = pytest.importorskip("hatchling.builders.sdist")
     builder = builders.SdistBuilder(str(Path(__file__).parents[3]))

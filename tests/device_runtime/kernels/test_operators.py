@@ -195,6 +195,7 @@ HALF, INT8 = onnx.TensorProto.FLOAT16, onnx.TensorProto.INT8
 KINDS = [(np.float32, F32), (np.float16, HALF), (np.int8, INT8)]
 
 
+@pytest.mark.each_change("float16-10-90-2", "int8-3-90-2", "float32-1-0-1", "float32-1-90-1")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("dtype", "cache"), KINDS)

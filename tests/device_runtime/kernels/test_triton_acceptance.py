@@ -130,6 +130,7 @@ def test_greedy_acceptance_of_many_trees():
     assert lengths >= {1, 2, 3, 4, 5}
 
 
+@pytest.mark.nightly
 def test_sampled_acceptance_of_many_trees():
     trees = random_trees(TREES, 2)
     logits = random_logits(trees, 3)
@@ -193,6 +194,7 @@ def test_nan_ends_the_path_and_leaves_the_error_to_the_host():
         assert (path, status) == ([0, 1], acceptance.NOT_A_NUMBER.value)
 
 
+@pytest.mark.each_change("64-1")
 @pytest.mark.parametrize(("vocab", "share"), [(5, 1), (64, 1), (600, 3)])
 def test_picks_and_sums_of_logits(vocab, share):
     """Of equal numbers the earlier comes first; -0 equals 0; a row may hold NaN."""

@@ -214,6 +214,16 @@ def by_reference(kernel, grid, *arguments, **constants) -> None:
     REFERENCES[kernel.__name__](*flat, constants=facts)
 
 
+@pytest.mark.each_change(
+    "a window within the tree-fp16",
+    "sinks-fp16",
+    "capped-fp16",
+    "older tree slots-fp8",
+    "older tree slots-int8",
+    "rows' own angles-fp16",
+    "one token-int8",
+    "one token-fp8",
+)
 @pytest.mark.parametrize(("name", "codes"), RUNS)
 def test_attention_equals_float64(name, codes):
     case = dataclasses.replace(CASES[name], codes=codes)
@@ -274,6 +284,7 @@ class SharedPass(Pass):
 MIXED = (2, 30, 3), (1, 9, 0), (9, 3, 0)
 
 
+@pytest.mark.each_change("fp16-kind0")
 @pytest.mark.parametrize(
     ("codes", "kind"),
     [("fp16", {}), ("int8", {"window": 20, "dim": 128}), ("fp8", {"dim": 96, "cap": 2.0})],

@@ -80,6 +80,7 @@ class DevicePools:
         assert (slot[len(rows) :] == 0).all()
 
 
+@pytest.mark.each_change("4-3-59-3", "8-2-1-2", "1-4-3-1")
 @pytest.mark.parametrize(
     ("top_k", "steps", "room", "several"),
     [(10, 6, 59, 3), (4, 3, 59, 3), (1, 4, 3, 1), (8, 2, 1, 2)],

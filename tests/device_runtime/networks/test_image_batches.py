@@ -80,6 +80,13 @@ def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
 OPEN = {"cuda": open_cuda, "tensorrt": open_tensorrt}
 
 
+@pytest.mark.each_change(
+    "qwen2_5_vl-tensorrt",
+    "gemma3-tensorrt",
+    "qwen2_5_vl-cuda",
+    "gemma3-cuda",
+    "smolvlm-cuda",
+)
 @pytest.mark.parametrize("backend", OPEN)
 def test_any_schedule_is_batch_invariant(folder, backend):
     """Chunks with image tokens, with tokens and trees of others; each has its own positions."""
@@ -173,6 +180,7 @@ def answers(llm: LLM, asked: list) -> list[list[int]]:
     return [one.token_ids for (one,) in found]
 
 
+@pytest.mark.each_change("cuda")
 def test_speculative_outputs_equal_plain_ones(engines, tmp_path):
     """On the fake GPU those of the same engine, else those of the CPU."""
     (open_llm, on_cpu), asked = engines, questions(tmp_path)
@@ -187,6 +195,7 @@ def require_reused(found: list[RequestOutput], expected: list[list[int]]) -> Non
         assert one.timings()["reused_tokens"] > one.profile.image_tokens[0]
 
 
+@pytest.mark.each_change("cuda")
 def test_image_positions_are_forked_and_saved(engines, tmp_path, monkeypatch):
     """Requests continue a running one, a finished one, and one of another process."""
     (open_llm, _), asked = engines, questions(tmp_path)

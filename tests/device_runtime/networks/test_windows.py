@@ -244,6 +244,7 @@ def test_a_draft_with_window_layers(engine, whole):
             assert sum(one.emitted for one in rounds) > len(rounds)
 
 
+@pytest.mark.each_change("gemma3_text-single", "gemma4_text-drafts")
 @pytest.mark.parametrize("kind", ["drafts", "single"])
 def test_a_prompt_that_diverges_from_the_output(request, whole, kind):
     """If a template drops the reasoning of earlier turns, far after the prompt."""

@@ -109,6 +109,7 @@ def whole_pages(session, rows):
     return -(-rows // session.block_size) * session.block_size
 
 
+@pytest.mark.each_change("cuda", "window", "fp32")
 def test_any_schedule_is_batch_invariant(engine):
     session, rng = open_session(engine), np.random.default_rng(2)
     for trial in range(1 if (engine / LOWERED).exists() else 3):  # which is slow on the fake GPU

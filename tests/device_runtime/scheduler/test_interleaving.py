@@ -141,6 +141,7 @@ REQUESTS = st.lists(
 )
 
 
+@pytest.mark.each_change("plain", "eagle", "text")
 @pytest.mark.parametrize("drafts", SCRIPTED)
 @settings(max_examples=40)
 @given(

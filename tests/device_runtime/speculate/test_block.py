@@ -79,6 +79,14 @@ def plain(prompt, params, count=30) -> list[int]:
     return list(generate(StrictBase(128), prompt, sampler, count, Profile(), prefill_rows=64))
 
 
+@pytest.mark.each_change(
+    "half_right-fixed-16",
+    "oracle-cost-16",
+    "adversary-fixed-0",
+    "broken-static-0",
+    "broken-fixed-0",
+    "adversary-cost-16",
+)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("policy", "links"), [("fixed", 16), ("fixed", 0), ("static", 0), ("cost", 16)]

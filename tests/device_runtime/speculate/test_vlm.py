@@ -64,6 +64,14 @@ def mrope_draft(tmp_path_factory) -> DraftNetwork:
     return open_draft(folder, manifest)
 
 
+@pytest.mark.each_change(
+    "qwen2_5_vl-fixed-0",
+    "qwen2_5_vl-cost-1",
+    "gemma3-fixed-1",
+    "lfm2_vl-cost-0",
+    "qwen3_5_mtp-fixed-0",
+    "smolvlm_narrow_draft-fixed-0",
+)
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("tree", ["fixed", "cost"])
 def test_speculative_outputs_equal_plain_decoding(engines, tmp_path, temperature, tree):
@@ -98,6 +106,7 @@ def test_speculative_outputs_equal_plain_decoding(engines, tmp_path, temperature
         assert rounds > 0 or len(plain) == 1
 
 
+@pytest.mark.each_change("qwen2_5_vl-", "qwen2_5_vl-reuse", "gemma3-reuse", "qwen3_5_mtp-reuse")
 @pytest.mark.parametrize("reuses", [False, True], ids=["", "reuse"])
 def test_conversation_about_images(engines, tmp_path, reuses):
     """Each attends to its own image; `a` and `b` have the same ids and positions."""
@@ -137,6 +146,7 @@ def _common(ones: list, others: list) -> int:
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(others))
 
 
+@pytest.mark.each_change("qwen2_5_vl", "gemma3", "qwen3_5_mtp")
 def test_cached_images_are_reused_and_never_confused(engines, tmp_path):
     """Several questions, plain and speculative; `b` has the size of `a`, hence the same ids.
 

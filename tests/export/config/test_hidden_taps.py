@@ -54,6 +54,7 @@ def test_taps_equal_hidden_states(tmp_path, model_type, taps, cut):
     _compare(tmp_path, {**models.find(model_type).TINY, "num_hidden_layers": 8}, taps, cut)
 
 
+@pytest.mark.each_change("*")
 @pytest.mark.parametrize("model_type", models.supported())
 def test_every_architecture_has_taps(tmp_path, model_type):
     """Taps from the scaled embeddings to the final norm's output."""

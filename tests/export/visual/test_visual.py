@@ -85,6 +85,7 @@ def model(request, tmp_path_factory) -> VisualModel:
     return VisualModel(checkpoint, folder / "bundle")
 
 
+@pytest.mark.each_change("*")
 def test_features_equal_transformers(model):
     grids = [whole_grid(model.spec, grid) for grid in GRIDS]
     grids += [(5, 7), (11, 3)] if model.spec.merge_size == 1 else []

@@ -47,6 +47,7 @@ def _profile(aiperf: Path, folder: Path, *flags: object) -> dict:
     return json.loads((folder / "profile_export_aiperf.json").read_text())
 
 
+@pytest.mark.nightly
 def test_its_figures_are_those_of_the_server(aiperf, server, roomy_engine, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     texts = [f"w{20 + index} w{40 + index}" for index in range(REQUESTS)]

@@ -151,7 +151,7 @@ ACTS = {
     "deep": _refused(400, _request(CHAT, b'{"messages": ' + b"[" * 99_999 + b"]" * 99_999 + b"}")),
     "no sense": _refused(400, _request(PATH, {**LONG, "repetition_penalty": 1e-300})),
     # Cost once 49 s, by the square of their number: longer than a client waits here.
-    "special words": _refused(400, _request(CHAT, _chat("</s> " * 200_000))),
+    "special words": _refused(400, _request(CHAT, _chat("</s> " * 50_000))),
     "long prompt": _refused(400, _request(CHAT, _chat("w20 " * 50_000))),
     "foreign name": _refused(403, _head("/v1/models", method="GET").replace(b"localhost", b"evil")),
     "way up": _refused(404, _head("/page/../../../../../etc/passwd", method="GET")),

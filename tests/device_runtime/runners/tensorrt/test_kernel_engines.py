@@ -74,6 +74,7 @@ def answer(llm: LLM, sampling: SamplingParams, *, speculative: bool) -> list[int
     return found.token_ids
 
 
+@pytest.mark.each_change("fp8")
 @pytest.mark.parametrize("codes", ["fp16", "fp8"])
 def test_speculative_outputs_equal_plain_decoding(pair, lowered, monkeypatch, codes):
     device = FakeDevice()
@@ -205,6 +206,7 @@ def steps(together, monkeypatch) -> list[tuple[int, Counter[str]]]:
     return found
 
 
+@pytest.mark.each_change("by cost")
 @pytest.mark.parametrize(
     ("options", "waits"),
     [
@@ -232,6 +234,7 @@ def test_batched_round_waits_once(pair, steps, options, waits):
         assert costs["captures"] == costs["contexts"] == costs["allocations"] == 0
 
 
+@pytest.mark.each_change("take_round")
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", ["ask", "finish", "take_round"])
 def test_a_request_that_fails_in_a_device_round_fails_alone(pair, monkeypatch, name):
@@ -268,6 +271,7 @@ def test_a_request_that_fails_in_a_device_round_fails_alone(pair, monkeypatch, n
     assert [answers[at].token_ids for at in others] == [alone[at].token_ids for at in others]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("steps")
 def test_requests_with_different_sampling_share_rounds(pair, of_several, monkeypatch, tmp_path):
     """Some of them need the host in every round, some at its end; others come and go meanwhile."""

@@ -111,6 +111,13 @@ def test_a_plain_step_waits_once(load, device):
         assert (step["captures"], step["contexts"], step["allocations"]) == (0, 0, 0)
 
 
+@pytest.mark.each_change(
+    "by cost-greedy",
+    "static-greedy",
+    "wide-sampled",
+    "one level-sampled",
+    "a chain-greedy",
+)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", SHAPES.values(), ids=SHAPES)
 def test_a_round_waits_once(load, device, monkeypatch, expected, options, sampling):
@@ -232,6 +239,7 @@ def test_consecutive_requests(load, expected):
     assert [answer.token_ids for answer in answers] == [expected(GREEDY), expected(SAMPLED)]
 
 
+@pytest.mark.each_change("version1")
 @pytest.mark.parametrize("version", [(10, 3), (10, 16)])
 def test_engines_that_output_new_keys_and_values(
     eagle_pair, device, tmp_path, monkeypatch, expected, version

@@ -90,6 +90,7 @@ def test_outputs_equal_the_cpu(cpu_answers, fake_llm, device, sampling):
     assert device.launches > 40 > device.captures > 4
 
 
+@pytest.mark.each_change("version1")
 @pytest.mark.parametrize("version", [(10, 3), (10, 16)])
 def test_outputs_of_engines_for_older_versions(
     cpu_answers, eagle_pair, device, tmp_path, monkeypatch, version
