@@ -30,6 +30,7 @@ class _Family:
     # Key of an image's tokens, and its default, if these may attend to each other
     bidirectional: tuple[str, int] | None = None
     states_attention: bool = False  # of the text config: whether they do
+    attention: str | None = None  # of a text config that should state it, and omits the key
     # Parts of tensors' names in the text architecture by those of files
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
@@ -71,6 +72,12 @@ _FAMILIES = {
         bidirectional=("vision_soft_tokens_per_image", 280),
         states_attention=True,
     ),
+    "gemma4_unified": _Family(
+        omits_tying=True,
+        bidirectional=("vision_soft_tokens_per_image", 280),
+        states_attention=True,
+        attention="vision",
+    ),
     "qwen2_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen2_5_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen3_vl": _Family(text_type="qwen3", interleaves_axes=True),
@@ -99,6 +106,7 @@ _NOT_TEXT_PREFIXES = (
     "model.audio_tower.",
     "model.embed_audio.",
     "model.embed_vision.",
+    "model.vision_embedder.",
     "model.projector.",
 )
 # Keys of Idefics3's text configs for its connector and training.
@@ -274,6 +282,7 @@ def _bidirectional_tokens(reader: ConfigReader, family: _Family) -> int:
     if family.bidirectional is None:
         return 0
     text = ConfigReader(reader.read("text_config", dict, {}))
+    text.assume(use_bidirectional_attention=family.attention)
     if family.states_attention and text.optional("use_bidirectional_attention", str) is None:
         return 0
     return reader.positive(*family.bidirectional)

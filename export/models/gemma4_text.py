@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import onnx_ir as ir
 
@@ -60,23 +60,6 @@ TINY = {
     "hidden_size_per_layer_input": 32,
     "final_logit_softcapping": 5.0,
 }
-_DEFAULTS = {
-    "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": True,
-    "sliding_window": 512,
-    "hidden_activation": gemma2.ACTIVATION,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-}
 _ROPES = {
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -97,6 +80,23 @@ class SharedKVConfig(gemma2.Config):
 class Config(SharedKVConfig):
     """Gemma 4's config; `head_dim` is that of layers with windows."""
 
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "hidden_activation": gemma2.ACTIVATION,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    }
     has_double_wide_mlp: bool = False  # in layers with shared KV
     routing: Routing | None = None  # None: no experts
     # In sliding layers the tokens of an image attend to each other; global layers are causal.
@@ -106,7 +106,7 @@ class Config(SharedKVConfig):
     @classmethod
     def from_hf(cls, reader: ConfigReader) -> DecoderConfig:
         """Read config.json; those of vision-language models have few keys."""
-        reader.assume(**_DEFAULTS)
+        reader.assume(**cls.DEFAULTS)
         reader.expect("use_bidirectional_attention", "vision")
         attention = reader.optional("use_bidirectional_attention", str)
         bias = reader.read("attention_bias", bool, False)

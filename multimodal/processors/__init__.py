@@ -30,6 +30,7 @@ _FAMILIES = {
     "cosmos3_edge": "qwen2_vl",
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "gemma4_unified": "gemma4",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "lfm2_vl": "lfm2_vl",

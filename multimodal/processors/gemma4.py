@@ -1,7 +1,7 @@
 """Gemma 4's processor: images of any size, scaled to fill a budget of soft tokens.
 
 Sides are whole tokens, the largest within the budget that keep the aspect ratio (transformers'
-models/gemma4).
+models/gemma4). The 12B model has no encoder that pools patches: a token is one large patch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Processor:
     def read(cls, checkpoint: Checkpoint) -> Processor:
         """Build the processor; raises `UnsupportedModelError` for unsupported settings."""
         settings, model, tokens = checkpoint.image, checkpoint.model, checkpoint.tokens
-        require_class(settings, "Gemma4ImageProcessor")
+        is_unified = checkpoint.model_type == "gemma4_unified"
+        require_class(settings, f"Gemma4{'Unified' if is_unified else ''}ImageProcessor")
         vision = model.section("vision_config")
         patch_size = settings.agree("patch_size", vision.side("patch_size", 16))
         merge_size = settings.agree(
@@ -50,8 +51,12 @@ class Processor:
         if budget > most:
             problem = f"is more than vision_soft_tokens_per_image = {most} of config.json"
             raise settings.fault("max_soft_tokens", budget, problem)
-        if budget * merge_size > (positions := vision.positive("position_embedding_size", 10240)):
-            problem = f"needs more than position_embedding_size = {positions} of config.json"
+        table, default = ("position_embedding_size", 10240)
+        if is_unified:
+            patch_size, merge_size = patch_size * merge_size, 1
+            table, default = ("mm_posemb_size", 1120)
+        if budget * merge_size > (positions := vision.positive(table, default)):
+            problem = f"needs more than {table} = {positions} of config.json"
             raise settings.fault("max_soft_tokens", budget, problem)
         rules = PixelRules.read(settings, _ZEROS, _ONES, Image.Resampling.BICUBIC, normalizes=False)
         for stated in (settings, checkpoint.processor):

@@ -143,6 +143,11 @@ _GRANITE_EXPERTS = Experts(
     block="block_sparse_moe",
     joined=tuple(f"block_sparse_moe.{way}put_linear.weight" for way in ("in", "out")),
 )
+_GEMMA4 = Family(
+    readers={},
+    norms=("input_layernorm", "pre_feedforward_layernorm"),
+    scales_values=False,
+)
 _GEMMA_EXPERTS = Experts(block="", joined=("experts.gate_up_proj", "experts.down_proj"))
 # JSON has no infinity; only transformers' file reader parses its form.
 _UNBOUNDED = {"time_step_limit": (0.0, math.inf)}
@@ -197,12 +202,8 @@ FAMILIES = {
         norms=("input_layernorm", "pre_feedforward_layernorm"),
         scales_values=False,
     ),
-    "gemma4_text": Family(
-        readers={},
-        floats=("per_layer_input_gate", "per_layer_projection"),
-        norms=("input_layernorm", "pre_feedforward_layernorm"),
-        scales_values=False,
-    ),
+    "gemma4_text": replace(_GEMMA4, floats=("per_layer_input_gate", "per_layer_projection")),
+    "gemma4_unified_text": _GEMMA4,
     "glm4": Family(
         readers={"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)}
     ),

@@ -91,6 +91,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**_VISION_LAYERS, "num_key_value_heads": 2, "patch_size": 4},
         "video_token_id": 8, "audio_token_id": 7, "initializer_range": 0.2,
     },
+    "gemma4_unified": {
+        "text_config": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "output_proj_dims": 32},
+        "video_token_id": 8, "audio_token_id": 7, "initializer_range": 0.2,
+    },
     "qwen2_vl": {
         "text_config": {**_TEXT, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION
     },
@@ -275,6 +280,15 @@ def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.nda
             }
         if model_type == "gemma3":
             extra = {"token_type_ids": is_image.long()[None]}
+        if model_type == "gemma4_unified":  # those of generation with a static cache are Google's
+            extra["attention_mask"] = model.create_masks_for_generate(
+                model.config,
+                embeds[None],
+                None,
+                None,
+                torch.arange(len(ids))[None],
+                mm_token_type_ids=is_image.long()[None],
+            )
         if model_type == "gemma4":
             extra = {"mm_token_type_ids": is_image.long()[None]}
             if tower.hidden_size_per_layer_input:  # images have those of the padding token

@@ -50,6 +50,7 @@ LEAST = {  # tokens of an image
     "mistral3": 1,
     "lfm2_vl": 1,
     "gemma4": 1,
+    "gemma4_unified": 1,
     "minicpmv4_6": 1,
 }
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
@@ -86,7 +87,7 @@ def pixels_of(model_type, output):
     if model_type == "minicpmv4_6":  # patches of all passes, one right of the other
         side = pixels.shape[2]
         return pixels.reshape(3, side, -1, side).transpose(2, 1, 3, 0).ravel()
-    if model_type == "gemma4":
+    if model_type.startswith("gemma4"):
         places = np.asarray(output["image_position_ids"])
         return pixels[(places >= 0).all(axis=-1)].ravel()
     if model_type == "mistral3":  # images of their own sizes, without the padding of a batch
@@ -108,7 +109,7 @@ def compare(model_type, ours, theirs, images, texts):
     prepared = [ours.prepare(image) for image in images]
     output = theirs(images=images, text=[prompt], return_tensors="np")
     pixels = [item.pixels for item in prepared]
-    if model_type == "gemma4":
+    if model_type.startswith("gemma4"):
         pixels, places = patches_by_row(ours, prepared)
         found = np.asarray(output["image_position_ids"])
         assert np.array_equal(found[(found >= 0).all(axis=-1)], np.concatenate(places))

@@ -59,6 +59,7 @@ NAMED_TOKENS = {  # by model type
     "internvl": INTERNVL,
     "gemma3": GEMMA,
     "gemma4": GEMMA4,
+    "gemma4_unified": GEMMA4,
     "minicpmv4_6": MINICPM,
 }
 
@@ -110,6 +111,21 @@ _QWEN3 = {
     },
     "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
 }
+_GEMMA4 = {
+    "preprocessor_config": {
+        "image_processor_type": "Gemma4ImageProcessor",
+        "do_normalize": False,
+        "image_mean": [0.0, 0.0, 0.0],
+        "image_std": [1.0, 1.0, 1.0],
+        "max_soft_tokens": 70,
+        "patch_size": 4,
+        "pooling_kernel_size": 3,
+        "resample": 3,
+    },
+    "processor_config": {"image_seq_length": 70, "processor_class": "Gemma4Processor"},
+    "config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 3}},
+    "tokenizer_config": {"extra_special_tokens": GEMMA4},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "preprocessor_config": {
@@ -128,20 +144,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "tokenizer_config": {"extra_special_tokens": GEMMA},
     },
-    "gemma4": {
+    "gemma4": _GEMMA4,
+    "gemma4_unified": {
+        **_GEMMA4,
         "preprocessor_config": {
-            "image_processor_type": "Gemma4ImageProcessor",
-            "do_normalize": False,
-            "image_mean": [0.0, 0.0, 0.0],
-            "image_std": [1.0, 1.0, 1.0],
-            "max_soft_tokens": 70,
-            "patch_size": 4,
-            "pooling_kernel_size": 3,
-            "resample": 3,
+            **_GEMMA4["preprocessor_config"],
+            "image_processor_type": "Gemma4UnifiedImageProcessor",
         },
-        "processor_config": {"image_seq_length": 70, "processor_class": "Gemma4Processor"},
-        "config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 3}},
-        "tokenizer_config": {"extra_special_tokens": GEMMA4},
+        "processor_config": {"image_seq_length": 70, "processor_class": "Gemma4UnifiedProcessor"},
     },
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
@@ -267,7 +277,7 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image |= {**sizes, "min_pixels": 4 * side**2, "max_pixels": 60 * side**2}
         if video := files.get("video_preprocessor_config"):
             video |= sizes
-    elif model_type == "gemma4":
+    elif model_type.startswith("gemma4"):
         image |= {key: vision[key] for key in ("patch_size", "pooling_kernel_size")}
     elif model_type == "lfm2_vl":
         image["encoder_patch_size"] = vision["patch_size"]
@@ -341,8 +351,8 @@ def reference(folder: Path, model_type: str) -> Any:
         extra_special_tokens=named,
         pad_token="!",
     )
-    if model_type == "lfm2_vl":  # which has no backend for Pillow
-        pictures = _lfm2_pictures(folder)
+    if model_type in _OWN_PICTURES:  # which have no backend for Pillow
+        pictures = _OWN_PICTURES[model_type](folder)
     else:
         pictures = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     processing_smolvlm.num2words = str  # for videos only
@@ -357,6 +367,10 @@ def reference(folder: Path, model_type: str) -> Any:
         "gemma4": (
             transformers.Gemma4Processor,
             {"feature_extractor": transformers.Gemma4AudioFeatureExtractor()},
+        ),
+        "gemma4_unified": (
+            transformers.Gemma4UnifiedProcessor,
+            {"feature_extractor": transformers.Gemma4UnifiedAudioFeatureExtractor()},
         ),
         "mistral3": (_pixtral_processor() if model_type == "mistral3" else None, _merging(folder)),
         "lfm2_vl": (transformers.Lfm2VlProcessor, {}),
@@ -420,6 +434,36 @@ def _lfm2_pictures(folder: Path) -> Any:
     original = module.Lfm2VlImageProcessor
     kind = type(original.__name__, (original, Backend), {})
     return kind(**{key: value for key, value in values.items() if "type" not in key})
+
+
+def _gemma4_unified_pictures(folder: Path) -> Any:
+    """Gemma 4's image processor, whose patches are merged as the 12B model's are."""
+    import torch
+    import transformers
+
+    merged = _without_torchvision("gemma4_unified.image_processing_gemma4_unified").patches_merge
+
+    def preprocess(self: Any, images: Any, **settings: Any) -> Any:
+        found = transformers.Gemma4ImageProcessorPil.preprocess(self, images, **settings)
+        sizes, block = found["num_soft_tokens_per_image"], self.pooling_kernel_size**2
+        pixels, places = found["pixel_values"], found["image_position_ids"]
+        found["pixel_values"] = np.zeros((len(sizes), max(sizes), pixels.shape[-1] * block))
+        found["image_position_ids"] = np.full((len(sizes), max(sizes), 2), -1)
+        for at, count in enumerate(sizes):
+            whole = (torch.from_numpy(each[at, : count * block]) for each in (pixels, places))
+            patches, positions = merged(*whole, count)
+            found["pixel_values"][at, :count] = patches
+            found["image_position_ids"][at, :count] = positions
+        found["pixel_values"] = found["pixel_values"].astype(np.float32)
+        return found
+
+    own = {"preprocess": preprocess}
+    kind = type("Gemma4UnifiedImageProcessor", (transformers.Gemma4ImageProcessorPil,), own)
+    values = json.loads((folder / "preprocessor_config.json").read_text())
+    return kind(**{key: value for key, value in values.items() if "type" not in key})
+
+
+_OWN_PICTURES = {"lfm2_vl": _lfm2_pictures, "gemma4_unified": _gemma4_unified_pictures}
 
 
 def _merging(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 _VIDEO = {
     "cosmos3_edge": "cosmos3_edge.video_processing_cosmos3_edge.Cosmos3EdgeVideoProcessor",
     "gemma4": "gemma4.video_processing_gemma4.Gemma4VideoProcessor",
+    "gemma4_unified": "gemma4_unified.video_processing_gemma4_unified.Gemma4UnifiedVideoProcessor",
     "lfm3_vl": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
     "qwen2_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",
     "qwen2_5_vl": "qwen2_vl.video_processing_qwen2_vl.Qwen2VLVideoProcessor",

@@ -143,7 +143,7 @@ class VisualModel:
             ]
         if self.spec.model_type == "lfm2_vl":
             return [[self._patch_features(*each)] for each in zip(pixels, grids, strict=True)]
-        if self.spec.model_type == "gemma4":
+        if self.spec.model_type.startswith("gemma4"):
             return [[self._pooled_features(*each)] for each in zip(pixels, grids, strict=True)]
         if self.spec.model_type == "minicpmv4_6":
             return [[self._strip_features(*each)] for each in zip(pixels, grids, strict=True)]

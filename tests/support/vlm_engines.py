@@ -69,6 +69,7 @@ _PLACEHOLDER = {
     "qwen": "<|vision_start|><|image_pad|><|vision_end|>",
     "gemma3": GEMMA["boi_token"],
     "gemma4": GEMMA4["image_token"],
+    "gemma4_unified": GEMMA4["image_token"],
     "internvl": "<IMG_CONTEXT>",
     "lfm2_vl": "<image>",
     "minicpmv4_6": MINICPM["image_token"],
@@ -243,7 +244,7 @@ class Reference:
             inputs |= self._patches(pixels, grids)
         elif pixels and config.model_type == "minicpmv4_6":
             inputs |= self._strips(pixels, grids)
-        elif pixels and config.model_type == "gemma4":
+        elif pixels and config.model_type.startswith("gemma4"):
             inputs |= self._placed_patches(pixels, grids)
         elif pixels and config.model_type == "mistral3":
             planes = [
@@ -265,7 +266,7 @@ class Reference:
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type == "gemma3":
             inputs["token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type == "gemma4":
+        if config.model_type.startswith("gemma4"):
             inputs["mm_token_type_ids"] = (tokens == config.image_token_id).long()
         if config.model_type.startswith(("qwen", "cosmos3")):
             kinds = (tokens == config.image_token_id).long()
@@ -274,11 +275,44 @@ class Reference:
             inputs |= film
         if pixels and config.model_type.startswith(QWEN_LIKE):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
+        if config.model_type == "gemma4_unified":
+            return self._by_whole_passes(inputs, count)
         with torch.no_grad():
             output = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
             )
         return output[0, len(ids) :].tolist()
+
+    def _by_whole_passes(self, inputs: dict[str, Any], count: int) -> list[int]:
+        """Greedy ids without a cache, with the masks of Google's implementation.
+
+        Those that transformers makes of 2-D masks have global layers that are not causal:
+        github.com/huggingface/transformers/issues/46711
+        """
+        import torch
+
+        ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
+        begin = ids.shape[1]
+        with torch.no_grad():
+            images = []
+            if "pixel_values" in inputs:
+                places = inputs["image_position_ids"]
+                found = self.model.get_image_features(inputs["pixel_values"], places)
+                images = [*found.pooler_output]
+            while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
+                kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
+                embeds = self.model.get_input_embeddings()(ids)
+                if images:
+                    embeds[kinds == 1] = torch.cat(images)
+                positions = torch.arange(ids.shape[1])[None]
+                masks = self.model.create_masks_for_generate(
+                    self.model.config, embeds, None, None, positions, mm_token_type_ids=kinds
+                )
+                logits = self.model(
+                    inputs_embeds=embeds, position_ids=positions, attention_mask=masks
+                ).logits
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        return ids[0, begin:].tolist()
 
     def _patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
         """Inputs of SigLIP 2: patches of all passes, padded to the same number."""
@@ -321,8 +355,10 @@ class Reference:
         patches = np.zeros((len(pixels), longest, pixels[0].shape[1]), np.float32)
         places = np.full((len(pixels), longest, 2), -1)
         for at, (part, grid) in enumerate(zip(pixels, grids, strict=True)):
-            planes = planes_of(part, grid, vision.pooling_kernel_size)
-            patches[at, : len(part)] = patches_of(planes, vision.patch_size)
+            merged, side = vision.pooling_kernel_size, vision.patch_size
+            if self.model.config.model_type == "gemma4_unified":
+                merged, side = 1, merged * side
+            patches[at, : len(part)] = patches_of(planes_of(part, grid, merged), side)
             places[at, : len(part)] = places_of(grid)
         return {
             "pixel_values": torch.from_numpy(patches),
