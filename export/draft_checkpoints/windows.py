@@ -18,27 +18,35 @@ def with_windows(config: DecoderConfig, reader: ConfigReader) -> DecoderConfig:
     """The same layers with the windows of the config.
 
     Without `layer_types`, `sliding_window` holds from layer `max_window_layers` on, or for all
-    layers, unless `use_sliding_window` is false.
+    layers, unless `use_sliding_window` is false. A token attends to itself and to the tokens
+    before it in its window, as in vLLM and transformers.
 
     Args:
         config: of layers without windows; there may be fewer than the config names.
         reader: of the config.
 
     Raises:
-        UnsupportedModelError: types of other layers, no window, or windows with M-RoPE.
+        UnsupportedModelError: types of other layers, a window without layers, layers without a
+            window, or windows with M-RoPE.
     """
     count, window = config.num_hidden_layers, reader.optional("sliding_window", int)
-    is_used = reader.read("use_sliding_window", bool, True) and window is not None
+    stated = reader.optional("use_sliding_window", bool)
+    is_used = stated is not False and window is not None
     first = reader.optional("max_window_layers", int) or 0
     usual = [SLIDING if is_used and layer >= first else FULL for layer in range(count)]
     types = reader.read("layer_types", list, []) or usual
-    if len(types) < count or not {*types} <= {FULL, SLIDING}:
+    if len(types) < count or any(each not in (FULL, SLIDING) for each in types):
         raise UnsupportedModelError(
             f"config.json: layer_types = {types} of {count} layers",
             hint=f"name {FULL} or {SLIDING} for each layer",
         )
     kinds = config.layer_kinds[:count]
     if SLIDING not in types[:count]:
+        if stated:
+            raise UnsupportedModelError(
+                "config.json: use_sliding_window = True, but no layer slides",
+                hint="give sliding_window and layer_types, or set use_sliding_window to false",
+            )
         return replace(config, layer_kinds=kinds)
     if window is None:
         raise UnsupportedModelError(

@@ -112,6 +112,11 @@ FAULTS = {
         {},
         "sliding_window = None, but layers slide",
     ),
+    "a window without layers": (
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 28},
+        {},
+        "use_sliding_window = True, but no layer slides",
+    ),
     "no window": (
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0},
         {},
