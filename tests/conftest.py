@@ -257,6 +257,9 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "mtp": eagle_engines.build_mtp,
         "ernie": lambda folder: eagle_engines.build_mtp(folder, mtp_reference.make_ernie),
         "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
+        "peagle_window": lambda folder: eagle_engines.with_eagle(
+            get("peagle"), folder, eagle_engines.PEAGLE_WINDOW
+        ),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
         "assistant": eagle_engines.build_assistant,
     }

@@ -47,6 +47,12 @@ PEAGLE = Layout(
     own_embedding=True,
     mask_shape=(1,),
 )
+PEAGLE_WINDOW = replace(
+    PEAGLE,
+    config={**PEAGLE.config, "sliding_window": 8, "layer_types": WINDOW.config["layer_types"]},
+    window=8,
+    sliding=(0,),
+)
 INPUT, CAPACITY, TREE = 64, 128, 60
 BASE_PLAN = Plan(
     max_input_len=INPUT,

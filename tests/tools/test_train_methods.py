@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from block_reference import MASK, WINDOWED, BlockReference
 from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 
@@ -26,6 +27,8 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.data.corpus import Generation
+from edgellm.tools.train_draft.methods.dflash_network import BlockDraft
+from edgellm.tools.train_draft.methods.eagle_network import DraftShape
 from edgellm.tools.train_draft.methods.losses import PIECE, token_loss
 from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
@@ -247,6 +250,7 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
         ({"feature_noise": 0.1}, "--feature_noise is for --method eagle, not eagle3"),
         ({"method": "medusa", "unrolls": 3}, "--unrolls is for --method eagle3 and eagle, not"),
         ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is for --method eagle3, med"),
+        ({"method": "medusa", "sliding_window": 8}, "eagle3, eagle, dflash and dspark, not medusa"),
     ],
 )
 def test_flags_of_another_method_are_rejected(flags, message, tmp_path):
@@ -281,6 +285,40 @@ def test_a_block_drafter_starts_from_another(job, base, tmp_path):
         ({"init_from": base}, "holds no draft of these sizes"),
         ({"block_size": 5}, "predicts blocks of 4"),
         ({"num_layers": 3}, "--num_layers 3 exceeds the base's 2 layers"),
+        ({"sliding_window": 3}, "--sliding_window 3 is shorter than a block of 4"),
     ):
         with pytest.raises(EdgeLLMError, match=message):
             run(replace(later, work_dir=tmp_path / "x", **wrong))
+
+
+def test_a_block_draft_with_a_window_is_exported_with_it(job, base, tmp_path):
+    """The learning rate is 0. Blocks stay bidirectional."""
+    idle = replace(job.recipe, epochs=1, learning_rate=0.0)
+    job = replace(_of(replace(job, recipe=idle), "dflash"), sliding_window=7)
+    run(job)
+    options = DraftOptions("fp32")
+    whole = open_checkpoint(str(base), tokenizer=False)
+    manifest = export_draft(open_draft(str(job.output_dir)), whole, tmp_path / "b", options)
+    assert (manifest.draft.method, manifest.draft.decoder.sliding_window) == ("dflash", 7)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_training_of_blocks_equals_the_reference(base, window):
+    """Of blocks after a text of nine tokens and of two."""
+    layout = replace(WINDOWED["one_window"], qk_norm=False, window=window, sliding=(0, 1))
+    layout = layout if window else replace(layout, sliding=())
+    reference = BlockReference(base, layout)
+    shape = DraftShape(
+        hidden_size=96, intermediate_size=64, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=16, draft_vocab_size=VOCAB, num_taps=3, rms_norm_eps=1e-5, rope_theta=1e4,
+        sliding_window=window,
+    )  # fmt: skip
+    draft = BlockDraft(shape=shape, num_layers=2, has_norms=False, has_head=False)
+    draft.load_state_dict(reference.tensors)
+    taps = torch.randn(1, 12, 3 * 96, generator=torch.Generator().manual_seed(1))
+    ids, anchors = torch.tensor([[[20] + 5 * [MASK], [30] + 5 * [MASK]]]), torch.tensor([[9, 2]])
+    with torch.no_grad():
+        (found,) = draft(taps, reference.embedding[ids], anchors)
+    for rows, anchor, newest in zip(found, (9, 2), (20, 30), strict=True):
+        expected = reference.predicted(taps[0, :anchor], newest, 6)
+        torch.testing.assert_close(rows, expected, atol=2e-5, rtol=2e-5)
