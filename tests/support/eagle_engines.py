@@ -193,16 +193,16 @@ def with_blocks(pair: EaglePair, folder: Path, layout: Blocks) -> EaglePair:
     return _with_draft(pair, folder, make_blocks(folder / "draft", layout))
 
 
-def with_eagle(pair: EaglePair, folder: Path, layout: Layout) -> EaglePair:
+def with_eagle(pair: EaglePair, folder: Path, layout: Layout, dtype: str = "fp32") -> EaglePair:
     """The same base with another EAGLE draft, which reads the same hidden states."""
     draft = make_draft(folder / "draft", layout)
-    return replace(_with_draft(pair, folder, draft), layout=layout)
+    return replace(_with_draft(pair, folder, draft, dtype), layout=layout)
 
 
-def _with_draft(pair: EaglePair, folder: Path, draft: Path) -> EaglePair:
+def _with_draft(pair: EaglePair, folder: Path, draft: Path, dtype: str = "fp32") -> EaglePair:
     engine = folder / "engine"
     source = open_checkpoint(str(pair.base_checkpoint))
-    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions("fp32"))
+    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions(dtype))
     if not engine.exists():
         ignored = shutil.ignore_patterns("draft")
         shutil.copytree(pair.engine, engine, ignore=ignored)

@@ -12,7 +12,9 @@ import pytest
 import torch
 from block_reference import MASK, WINDOWED, BlockReference
 from conftest import make_checkpoint
+from eagle_reference import EPSILON, INNER
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
@@ -25,10 +27,10 @@ from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
+from edgellm.tools.train_draft.checkpoint_writers import draft_shape
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.data.corpus import Generation
 from edgellm.tools.train_draft.methods.dflash_network import BlockDraft
-from edgellm.tools.train_draft.methods.eagle_network import DraftShape
 from edgellm.tools.train_draft.methods.losses import PIECE, token_loss
 from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
@@ -308,11 +310,8 @@ def test_training_of_blocks_equals_the_reference(base, window):
     layout = replace(WINDOWED["one_window"], qk_norm=False, window=window, sliding=(0, 1))
     layout = layout if window else replace(layout, sliding=())
     reference = BlockReference(base, layout)
-    shape = DraftShape(
-        hidden_size=96, intermediate_size=64, num_attention_heads=6, num_key_value_heads=2,
-        head_dim=16, draft_vocab_size=VOCAB, num_taps=3, rms_norm_eps=1e-5, rope_theta=1e4,
-        sliding_window=window,
-    )  # fmt: skip
+    sizes = draft_shape(AutoConfig.from_pretrained(base), VOCAB, 3, window)
+    shape = replace(sizes, rope_theta=1e4, rms_norm_eps=EPSILON, intermediate_size=INNER)
     draft = BlockDraft(shape=shape, num_layers=2, has_norms=False, has_head=False)
     draft.load_state_dict(reference.tensors)
     taps = torch.randn(1, 12, 3 * 96, generator=torch.Generator().manual_seed(1))
