@@ -106,7 +106,7 @@ def test_a_full_cache_ends_in_plain_decoding():
 
 
 def test_a_full_cache_begins_anew():
-    """As after a window: with the newest 64 positions, once 64 are waiting."""
+    """With the newest 64 positions, once 64 are waiting."""
     base = StrictBase(400)
     start, session = drafting(capacity=106)
     ids = ids_of(base, start(), PROMPTS[0], GREEDY, 300)
