@@ -159,7 +159,9 @@ class BlockSpec:
     from_newest: bool  # position i predicts the next token; else its own, and position 0 none
     is_causal: bool  # rows see those before them; if not, all of the block
     links: int  # likeliest candidates of a row with scores by the candidate before; 0: none
-    window: int | None = None  # text tokens that the draft was trained to attend to; None: all
+    # Maximum text tokens that the draft attends to, in artifacts of earlier versions: their layers
+    # have no windows. None: all, or those of the layers.
+    window: int | None = None
 
     @property
     def levels(self) -> int:

@@ -255,10 +255,16 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "int8_draft": lambda folder: eagle_engines.with_int8_draft(get("eagle3"), folder / "e"),
         "int4": lambda folder: build(folder, int4=True),
         "eagle1": lambda folder: build(folder, eagle_engines.EAGLE1),
+        "window": lambda folder: eagle_engines.with_eagle(
+            get("eagle3"), folder, eagle_engines.WINDOW
+        ),
         "medusa": eagle_engines.build_medusa,
         "mtp": eagle_engines.build_mtp,
         "ernie": lambda folder: eagle_engines.build_mtp(folder, mtp_reference.make_ernie),
         "peagle": lambda folder: build(folder, eagle_engines.PEAGLE),
+        "peagle_window": lambda folder: eagle_engines.with_eagle(
+            get("peagle"), folder, eagle_engines.PEAGLE_WINDOW
+        ),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
         "assistant": eagle_engines.build_assistant,
     }

@@ -129,7 +129,7 @@ class DraftKV:
     Keys are recorded only after a write.
     """
 
-    min_length = 0  # drafts have no sliding windows
+    min_length = 0  # drafts cache the whole context, also with sliding windows
 
     def __init__(self, caches: DraftKVCaches, kv: SequenceKV) -> None:
         """An empty sequence with an empty `kv`."""

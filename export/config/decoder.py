@@ -130,5 +130,8 @@ class DecoderConfig:
         """The same with layers of these kinds."""
         for window in {kind.window for kind in kinds if kind} - {None}:
             if window < 1:  # type: ignore[operator]
-                raise UnsupportedModelError(f"config.json: sliding_window = {window}")
+                raise UnsupportedModelError(
+                    f"config.json: sliding_window = {window}",
+                    hint="give the number of tokens that a token attends to, itself included",
+                )
         return replace(self, layer_kinds=kinds)

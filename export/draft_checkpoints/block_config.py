@@ -19,6 +19,7 @@ from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.hidden_taps import check_taps
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints.config import DraftConfig, Infos, Norms, check_against
+from edgellm.export.draft_checkpoints.windows import with_windows
 from edgellm.export.layers.blocks import Convolution
 
 MARKOV, SELECTOR, CONFIDENCE = "markov_head", "candidate_selector", "confidence_head"
@@ -116,7 +117,8 @@ def read_block(
     layer = outer.optional("transformer_layer_config", dict)
     inner = outer if layer is None else ConfigReader(layer)
     own = _Own(outer, ConfigReader(outer.optional("dflash_config", dict) or {}))
-    decoder, window, sliding = _decoder(inner, infos)
+    decoder = _decoder(inner, infos)
+    sliding = [kind is not None and kind.window is not None for kind in decoder.kinds]
     is_causal = _is_causal(own, sliding, is_speculators=layer is not None)
     kind = _kind(checkpoint.config, infos, is_causal=is_causal)
     outer.expect("speculators_model_type", *_METHODS)
@@ -150,7 +152,6 @@ def read_block(
         from_newest=_from_newest(own, exporter, kind),
         is_causal=is_causal,
         links=links,
-        window=window,
     )
     for reader in {id(each): each for each in (outer, inner, own.nested)}.values():
         reader.finish((*ignored, *_TRAINING))
@@ -159,15 +160,10 @@ def read_block(
     return BlockConfig(draft=draft, block=block, kind=kind, rank=rank, convolution=convolution)
 
 
-def _decoder(reader: ConfigReader, infos: Infos) -> tuple[DecoderConfig, int | None, list[bool]]:
-    """The decoder without windows, the window, and the layers that have it."""
+def _decoder(reader: ConfigReader, infos: Infos) -> DecoderConfig:
     reader.expect("model_type", "qwen3", "llama", "qwen2")
     reader.expect("hidden_act", "silu", "swish")
     biased = reader.read("attention_bias", bool, False)
-    slides = reader.read("use_sliding_window", bool, True)
-    window = reader.optional("sliding_window", int)
-    types = reader.read("layer_types", list, [])
-    reader.optional("max_window_layers", int)  # implied by `layer_types`
     first = "layers.0.self_attn"
     decoder = DecoderConfig.read(
         reader,
@@ -175,15 +171,7 @@ def _decoder(reader: ConfigReader, infos: Infos) -> tuple[DecoderConfig, int | N
         o_proj_bias=f"{first}.o_proj.bias" in infos,
         mlp_bias=reader.read("mlp_bias", bool, False),
     )
-    layers = decoder.num_hidden_layers
-    usual = "sliding_attention" if slides and window else "full_attention"
-    types = types or [usual] * layers
-    if len(types) < layers or not {*types} <= {"sliding_attention", "full_attention"}:
-        raise UnsupportedModelError(f"config.json: layer_types = {types} of {layers} layers")
-    sliding = [each == "sliding_attention" for each in types[:layers]]
-    if any(sliding) and (window is None or window < 1):
-        raise UnsupportedModelError(f"config.json: sliding_window = {window}, but layers slide")
-    return decoder, window if any(sliding) else None, sliding
+    return with_windows(decoder, reader)
 
 
 def _is_causal(own: _Own, sliding: list[bool], *, is_speculators: bool) -> bool:

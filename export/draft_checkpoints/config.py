@@ -22,6 +22,7 @@ from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.kinds import OwnConfig
 from edgellm.export.draft_checkpoints.peagle_masks import FEATURE, MaskRows
+from edgellm.export.draft_checkpoints.windows import with_windows
 
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 _SPECULATORS = ("speculators_model_type", "speculators_config", "transformer_layer_config")
@@ -155,7 +156,7 @@ def _read_eagle(
 def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
     if any(name.startswith(_EAGLE4) for name in infos):
         raise UnsupportedModelError(
-            f"{checkpoint.label} has {_EAGLE4}*, the head of EAGLE-4, whose form is not published",
+            f"{checkpoint.label} has {_EAGLE4}*, the head of EAGLE-4, which is not supported",
             hint="give a draft of EAGLE-1 to EAGLE-3.1, or of P-EAGLE",
         )
     if "fc.weight" in infos:
@@ -202,14 +203,6 @@ def _method(config: Mapping[str, Any], infos: Infos, exporter: str) -> str:
 def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
     reader.expect("model_type", "llama", "mistral", "qwen2", "qwen3")
     reader.expect("hidden_act", "silu", "swish")
-    if reader.optional("use_sliding_window", bool) is not False:
-        reader.expect("use_sliding_window", False)
-        reader.expect("sliding_window", None)
-    for key in ("sliding_window", "max_window_layers"):
-        reader.optional(key, int)
-    for kind in reader.read("layer_types", list, []):
-        if kind != "full_attention":
-            reader.expect("layer_types", ["full_attention", "..."])
     biased = reader.read("attention_bias", bool, False) or reader.read("qkv_bias", bool, False)
     mlp_bias = reader.read("mlp_bias", bool, False)
     config = DecoderConfig.read(
@@ -218,10 +211,8 @@ def _decoder(reader: ConfigReader, infos: Infos, first: str) -> DecoderConfig:
         o_proj_bias=f"{first}.self_attn.o_proj.bias" in infos,
         mlp_bias=mlp_bias or f"{first}.mlp.gate_proj.bias" in infos,
     )
-    stored = _num_layers(infos)
-    if stored >= config.num_hidden_layers:
-        return config
-    return replace(config, num_hidden_layers=stored, layer_kinds=config.layer_kinds[:stored])
+    layers = min(_num_layers(infos), config.num_hidden_layers)
+    return with_windows(replace(config, num_hidden_layers=layers), reader)
 
 
 def _num_layers(infos: Infos) -> int:

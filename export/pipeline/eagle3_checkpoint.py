@@ -178,6 +178,11 @@ def _is_gguf(model_dir: str) -> bool:
 
 
 def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) -> None:
+    if config.decoder.sliding_window is not None:
+        raise UnsupportedModelError(
+            f"{draft.label} has layers with a sliding window, which are not handed over",
+            hint="give a draft with full attention",
+        )
     norms = config.norms
     wanted = {part for part in norms.__slots__ if getattr(norms, part)}
     layers, taps = config.decoder.num_hidden_layers, config.hidden_taps

@@ -24,6 +24,7 @@ from eagle_reference import (
     rotate,
 )
 from safetensors.torch import load_file, save_file
+from transformers.masking_utils import sliding_window_overlay
 
 MASK, RANK, HEAD_DIM = 95, 8, 16
 
@@ -45,6 +46,9 @@ class Blocks:
     group: int = 16
     config: dict[str, object] = field(default_factory=dict)
     own: dict[str, object] = field(default_factory=dict)  # of `dflash_config`
+    sizes: dict[str, object] = field(default_factory=dict)  # beside those of all layouts
+    window: int = 0  # of the layers `sliding`
+    sliding: tuple[int, ...] = ()
     is_nested: bool = False  # as speculators writes it
 
     @property
@@ -116,6 +120,44 @@ LAYOUTS = {
 }
 
 
+def _windows(*types: str) -> dict[str, object]:
+    return {
+        "sliding_window": 7,
+        "use_sliding_window": True,
+        "layer_types": [f"{each}_attention" for each in types],
+    }
+
+
+WINDOWED = {
+    "causal_window": Blocks(
+        "jetspec",
+        is_causal=True,
+        config={"architectures": ["DFlashDraftModel"], "block_size": 6},
+        sizes=_windows("sliding", "sliding"),
+        window=7,
+        sliding=(0, 1),
+    ),
+    "one_window": Blocks(
+        own={"causal": False},
+        config={"architectures": ["DFlashDraftModel"], "block_size": 6},
+        sizes=_windows("sliding", "full"),
+        window=7,
+        sliding=(0,),
+    ),
+    "speculators_window": Blocks(
+        "dspark",
+        own_head=True,
+        draft_vocab=40,
+        from_newest=True,
+        config={**_SPECULATORS, "sliding_window_non_causal": True},
+        is_nested=True,
+        sizes=_windows("sliding", "sliding"),
+        window=7,
+        sliding=(0, 1),
+    ),
+}
+
+
 def make_tensors(layout: Blocks) -> Tensors:
     """Random tensors under the layout's names."""
     random = torch.Generator().manual_seed(3)
@@ -183,6 +225,7 @@ def make_blocks(folder: Path, layout: Blocks, **more: object) -> Path:
         "rms_norm_eps": EPSILON,
         "max_position_embeddings": 128,
         "rope_theta": 1e4,
+        **layout.sizes,
     }
     own = {"mask_token_id": MASK, "target_layer_ids": [tap - 1 for tap in layout.taps]}
     config = {**sizes, "num_target_layers": BASE_LAYERS, "dflash_config": {**own, **layout.own}}
@@ -214,7 +257,7 @@ class BlockReference:
             name = f"layers.{layer}"
             read = rms_norm(x, w[f"{name}.input_layernorm.weight"])
             x = x + self._around(
-                f"{name}.attention_conv", read, lambda rows, n=name: self._attend(n, rows, text)
+                f"{name}.attention_conv", read, lambda rows, n=layer: self._attend(n, rows, text)
             )
             read = rms_norm(x, w[f"{name}.post_attention_layernorm.weight"])
             x = x + self._around(f"{name}.mlp_conv", read, lambda rows, n=name: self._mlp(n, rows))
@@ -240,7 +283,8 @@ class BlockReference:
         )
         return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
-    def _attend(self, name: str, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    def _attend(self, layer: int, x: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        name = f"layers.{layer}"
         both, before = torch.cat([text, x]), len(text)
         positions = torch.arange(len(both))
         q, k, v = (
@@ -258,6 +302,10 @@ class BlockReference:
         if self.layout.is_causal:
             future = torch.ones(len(x), len(both), dtype=torch.bool).triu(1 + before)
             scores = scores.masked_fill(future, -torch.inf)
+        if layer in self.layout.sliding:
+            near = sliding_window_overlay(self.layout.window)
+            seen = near(0, 0, positions[before:, None], positions)
+            scores = scores.masked_fill(~seen, -torch.inf)
         mixed = torch.einsum("hst,thd->shd", scores.softmax(-1), v).flatten(1)
         return mixed @ self.tensors[f"{name}.self_attn.o_proj.weight"].T
 

@@ -105,6 +105,20 @@ LAYOUTS = {
         inner_config={}, first="layers.0", own_embedding=True, norm_before_residual=True,
         fc_norm=True, mask_shape=(1, 1),
     ),
+    "speculators_windows": Layout(
+        {**_SPECULATORS}, first="layers.0", layers=2, norm_before_residual=True,
+        inner_config={"sliding_window": 5, "use_sliding_window": True,
+                      "layer_types": ["sliding_attention", "full_attention"]},
+        window=5, sliding=(0,),
+    ),
+    "specforge_window": Layout(
+        {**_SPECFORGE, "sliding_window": 4}, layers=2, window=4, sliding=(0, 1)
+    ),
+    "peagle_window": Layout(
+        {**_SPECFORGE, "ptd_token_id": 95, "layer_types": ["sliding_attention"] * 2,
+         "sliding_window": 4}, first="layers.0", layers=2, own_embedding=True, mask_shape=(1,),
+        window=4, sliding=(0, 1),
+    ),
     "eagle1": Layout(
         {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
         own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,

@@ -24,6 +24,17 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 EAGLE3 = Layout({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40})
+WINDOW = replace(
+    EAGLE3,
+    config={
+        **EAGLE3.config,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    layers=2,
+    window=8,
+    sliding=(0,),
+)
 EAGLE1 = Layout(
     {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
     own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,
@@ -35,6 +46,12 @@ PEAGLE = Layout(
     layers=2,
     own_embedding=True,
     mask_shape=(1,),
+)
+PEAGLE_WINDOW = replace(
+    PEAGLE,
+    config={**PEAGLE.config, "sliding_window": 8, "layer_types": WINDOW.config["layer_types"]},
+    window=8,
+    sliding=(0,),
 )
 INPUT, CAPACITY, TREE = 64, 128, 60
 BASE_PLAN = Plan(
@@ -173,9 +190,19 @@ def build_blocks(folder: Path, layout: Blocks) -> EaglePair:
 
 def with_blocks(pair: EaglePair, folder: Path, layout: Blocks) -> EaglePair:
     """The same base with another block draft, which reads the same hidden states."""
-    draft, engine = make_blocks(folder / "draft", layout), folder / "engine"
+    return _with_draft(pair, folder, make_blocks(folder / "draft", layout))
+
+
+def with_eagle(pair: EaglePair, folder: Path, layout: Layout, dtype: str = "fp32") -> EaglePair:
+    """The same base with another EAGLE draft, which reads the same hidden states."""
+    draft = make_draft(folder / "draft", layout)
+    return replace(_with_draft(pair, folder, draft, dtype), layout=layout)
+
+
+def _with_draft(pair: EaglePair, folder: Path, draft: Path, dtype: str = "fp32") -> EaglePair:
+    engine = folder / "engine"
     source = open_checkpoint(str(pair.base_checkpoint))
-    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions("fp32"))
+    export_draft(open_draft(str(draft)), source, folder / "draft_bundle", DraftOptions(dtype))
     if not engine.exists():
         ignored = shutil.ignore_patterns("draft")
         shutil.copytree(pair.engine, engine, ignore=ignored)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.masking_utils import sliding_window_overlay
 
 VOCAB, BASE_HIDDEN, BASE_LAYERS = 96, 96, 8
 HEADS, KV_HEADS, INNER, EPSILON = 6, 2, 64, 1e-5
@@ -47,6 +48,8 @@ class Layout:
     rope_theta: float = 1e4
     file: str = "model.safetensors"
     tied_base: bool = True
+    window: int = 0  # of the layers `sliding`
+    sliding: tuple[int, ...] = ()
 
 
 def sizes(layout: Layout) -> dict[str, object]:
@@ -170,6 +173,7 @@ class Reference:
         exponents = torch.arange(0, layout.head_dim, 2) / layout.head_dim
         self.inv_freq = layout.rope_theta**-exponents / scale.get("linear", 1.0)
         self.cache = [(torch.zeros(0, KV_HEADS, layout.head_dim),) * 2] * layout.layers
+        self.places = torch.zeros(0, dtype=torch.int64)  # positions of the cache
         self.folder = draft
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:
@@ -191,6 +195,7 @@ class Reference:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities [S, draft vocabulary] and recycled rows; `mask`: the last rows."""
         layout, weights = self.layout, self.tensors
+        self.places = torch.cat([self.places, positions])
         embedded = self.embedding[ids]
         x = hidden
         if layout.eagle1:
@@ -219,6 +224,7 @@ class Reference:
     def drop_to(self, rows: int) -> None:
         """Truncate the cache to its first."""
         self.cache = [(keys[:rows], values[:rows]) for keys, values in self.cache]
+        self.places = self.places[:rows]
 
     def _attention(
         self, name: str, layer: int, x: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
@@ -239,6 +245,10 @@ class Reference:
         self.cache[layer] = keys, values
         before = len(keys) - mask.shape[1]
         seen = torch.cat([torch.ones(rows, before, dtype=torch.bool), mask], 1)
+        if layer in self.layout.sliding:
+            seen &= sliding_window_overlay(self.layout.window)(
+                0, 0, positions[:, None], self.places
+            )
         keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (keys, values))
         scores = torch.einsum("shd,thd->hst", parts[0], keys) * head_dim**-0.5
         chances = scores.masked_fill(~seen, -torch.inf).softmax(-1)

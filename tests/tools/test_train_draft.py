@@ -116,7 +116,9 @@ def _network(folder: Path, vocabulary: int = HEAD) -> tuple[Draft, np.ndarray]:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
              "head_dim", "draft_vocab_size", "rms_norm_eps", "rope_theta")  # fmt: skip
     taps = [tap + 1 for tap in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
-    shape = DraftShape(num_taps=len(taps), **{name: config[name] for name in names})
+    window = config.get("sliding_window", 0)
+    sizes = {name: config[name] for name in names}
+    shape = DraftShape(num_taps=len(taps), sliding_window=window, **sizes)
     draft = Draft(shape)
     assert shape.draft_vocab_size == vocabulary
     return draft, read_draft(draft, folder, taps, VOCAB)
@@ -386,15 +388,17 @@ def test_hidden_taps_must_be_numbers(job):
     assert result.returncode == 2
 
 
-def test_the_export_agrees_with_the_network(job, base, tmp_path):
+@pytest.mark.parametrize("window", [0, 5])
+def test_the_export_agrees_with_the_network(job, base, tmp_path, window):
     """Runs the exported fuse and model graphs on ONNX Runtime, for step 0 and recycled steps."""
     from edgellm.export.pipeline.draft import DraftOptions, export_draft
     from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
-    run(replace(job, hidden_taps=(0, 3, 6)))
+    _run_here(job, "--hidden_taps", "0,3,6", *["--sliding_window", str(window)] * bool(window))
     checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (job.output_dir, base))
     manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
     assert manifest.draft.hidden_taps == (0, 3, 6)
+    assert manifest.draft.decoder.sliding_window == (window or None)
     draft, vocabulary = _network(job.output_dir)
     embedding = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     random = torch.Generator().manual_seed(1)

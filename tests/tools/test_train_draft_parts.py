@@ -224,7 +224,11 @@ def _naive_rope(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 
 def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torch.Tensor:
-    """Run each chain separately: token i attends to the base's tokens 0..i and its own steps."""
+    """Run each chain separately: token i attends to the base's tokens 0..i and its own steps.
+
+    In a window, it attends to the newest of them.
+    """
+    newest = -draft.shape.sliding_window
     layer, attention = draft.midlayer, draft.midlayer.self_attn
     repeat = SHAPE.num_attention_heads // SHAPE.num_key_value_heads
     found = torch.zeros(steps, len(taps), SHAPE.hidden_size)
@@ -245,7 +249,8 @@ def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torc
             q, k, v = project(embeddings[i + step], hidden, i + step)
             past.append((k, v))
             keys, values = (
-                torch.stack(part).repeat_interleave(repeat, 1) for part in zip(*past, strict=True)
+                torch.stack(part[newest:]).repeat_interleave(repeat, 1)
+                for part in zip(*past, strict=True)
             )
             scores = torch.einsum("hd,thd->ht", q, keys) * SHAPE.head_dim**-0.5
             mixed = torch.einsum("ht,thd->hd", scores.softmax(-1), values).flatten()
@@ -255,10 +260,11 @@ def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torc
     return found
 
 
-@pytest.mark.parametrize("first", [0, 4])
-def test_the_training_time_test_equals_chains_with_explicit_keys(first):
+@pytest.mark.parametrize(("first", "window"), [(0, 0), (4, 0), (0, 3), (4, 5)])
+def test_the_training_time_test_equals_chains_with_explicit_keys(first, window):
+    """A window of 3 ends inside the steps."""
     torch.manual_seed(0)
-    draft, steps, rows = Draft(SHAPE), 4, 7
+    draft, steps, rows = Draft(replace(SHAPE, sliding_window=window)), 4, 7
     for name, parameter in draft.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

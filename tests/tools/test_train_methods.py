@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from block_reference import MASK, WINDOWED, BlockReference
 from conftest import make_checkpoint
+from eagle_reference import EPSILON, INNER
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
@@ -24,14 +27,17 @@ from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
+from edgellm.tools.train_draft.checkpoint_writers import draft_shape
 from edgellm.tools.train_draft.cli import train_draft
 from edgellm.tools.train_draft.data.corpus import Generation
+from edgellm.tools.train_draft.methods.dflash_network import BlockDraft
 from edgellm.tools.train_draft.methods.losses import PIECE, token_loss
 from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
 
 VOCAB = 96
 BASE = {**models.find("llama").TINY, "num_hidden_layers": 2, "tie_word_embeddings": False}
+WINDOWS = {"dflash": 8}  # by method
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -92,6 +98,7 @@ def _of(job: Job, method: str) -> Job:
     if method in ("dflash", "dspark"):
         vocab = {"dflash": VOCAB, "dspark": 90}[method]
         sizes = {"draft_vocab_size": vocab, "block_size": 4, "num_layers": 2}
+        sizes["sliding_window"] = WINDOWS.get(method, 0)
         return replace(job, method=method, hidden_taps=(0, 1), **sizes)
     return replace(job, method=method, num_heads=3 if method == "medusa" else 0)
 
@@ -141,7 +148,8 @@ def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     assert training["method"] == method
     assert training["acceptance_length_estimate"] > 2.5
     engine, manifest = _engine(job, base, tmp_path)
-    assert manifest.draft.method == method
+    assert manifest.draft.method == method  # with a window, blocks stay bidirectional
+    assert manifest.draft.decoder.sliding_window == WINDOWS.get(method)
     exporters = {"eagle": "SafeAILab", "medusa": "FasterDecoding", "dflash": "z-lab"}
     assert manifest.provenance["exporter"] == exporters.get(method, "SpecForge")
     llm = LLM(engine, spec=SpecOptions(top_k=2, steps=3, tree="fixed"))
@@ -247,6 +255,7 @@ def test_the_loss_of_tokens_has_the_gradients_of_autograd(rows):
         ({"feature_noise": 0.1}, "--feature_noise is for --method eagle, not eagle3"),
         ({"method": "medusa", "unrolls": 3}, "--unrolls is for --method eagle3 and eagle, not"),
         ({"method": "eagle", "unroll_weight": 0.0}, "--unroll_weight is for --method eagle3, med"),
+        ({"method": "medusa", "sliding_window": 8}, "eagle3, eagle, dflash and dspark, not medusa"),
     ],
 )
 def test_flags_of_another_method_are_rejected(flags, message, tmp_path):
@@ -281,6 +290,26 @@ def test_a_block_drafter_starts_from_another(job, base, tmp_path):
         ({"init_from": base}, "holds no draft of these sizes"),
         ({"block_size": 5}, "predicts blocks of 4"),
         ({"num_layers": 3}, "--num_layers 3 exceeds the base's 2 layers"),
+        ({"sliding_window": 3}, "--sliding_window 3 is shorter than a block of 4"),
     ):
         with pytest.raises(EdgeLLMError, match=message):
             run(replace(later, work_dir=tmp_path / "x", **wrong))
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_training_of_blocks_equals_the_reference(base, window):
+    """Of blocks after a text of nine tokens and of two."""
+    layout = replace(WINDOWED["one_window"], qk_norm=False, window=window, sliding=(0, 1))
+    layout = layout if window else replace(layout, sliding=())
+    reference = BlockReference(base, layout)
+    sizes = draft_shape(AutoConfig.from_pretrained(base), VOCAB, 3, window)
+    shape = replace(sizes, rope_theta=1e4, rms_norm_eps=EPSILON, intermediate_size=INNER)
+    draft = BlockDraft(shape=shape, num_layers=2, has_norms=False, has_head=False)
+    draft.load_state_dict(reference.tensors)
+    taps = torch.randn(1, 12, 3 * 96, generator=torch.Generator().manual_seed(1))
+    ids, anchors = torch.tensor([[[20] + 5 * [MASK], [30] + 5 * [MASK]]]), torch.tensor([[9, 2]])
+    with torch.no_grad():
+        (found,) = draft(taps, reference.embedding[ids], anchors)
+    for rows, anchor, newest in zip(found, (9, 2), (20, 30), strict=True):
+        expected = reference.predicted(taps[0, :anchor], newest, 6)
+        torch.testing.assert_close(rows, expected, atol=2e-5, rtol=2e-5)

@@ -32,7 +32,9 @@ EAGLE1_EMBEDDING = "embed_tokens.weight"
 _EAGLE, _TAP_IDS = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 
 
-def draft_shape(config: PretrainedConfig, draft_vocab_size: int, num_taps: int) -> DraftShape:
+def draft_shape(
+    config: PretrainedConfig, draft_vocab_size: int, num_taps: int, sliding_window: int = 0
+) -> DraftShape:
     """Return the sizes of a draft: one layer of the base, with a smaller head."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DraftShape(
@@ -47,6 +49,7 @@ def draft_shape(config: PretrainedConfig, draft_vocab_size: int, num_taps: int) 
         rope_theta=float(config.rope_parameters["rope_theta"]),
         mrope_section=tuple(config.rope_parameters.get("mrope_section", ())),
         mrope_interleaved=config.model_type.startswith("qwen3_vl"),
+        sliding_window=sliding_window,
     )
 
 
@@ -119,6 +122,7 @@ def draft_config(shape: DraftShape, base: PretrainedConfig, architecture: str) -
         "hidden_act": "silu",
         "rms_norm_eps": shape.rms_norm_eps,
         **shape.rope_config,
+        **shape.window_config(1),
         "max_position_embeddings": base.max_position_embeddings,
         "vocab_size": base.vocab_size,
         "tie_word_embeddings": False,

@@ -143,6 +143,16 @@ NumLayers = Annotated[
         rich_help_panel="Model",
     ),
 ]
+SlidingWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--sliding_window",
+        min=1,
+        help="Let each token of the draft attend to this many tokens, itself included; not for "
+        "medusa. Default: all tokens.",
+        rich_help_panel="Model",
+    ),
+]
 FeatureNoise = Annotated[
     float | None,
     typer.Option(
@@ -310,6 +320,7 @@ class MethodFlags:
     feature_noise: float | None = None
     block_size: int | None = None
     num_layers: int | None = None
+    sliding_window: int | None = None
 
     @classmethod
     def read(cls, flags: TrainFlags) -> MethodFlags:
@@ -333,16 +344,18 @@ class MethodFlags:
         return MethodFlags(**chosen)
 
 
-_DEFAULTS = {  # hidden_taps "": `default_taps`
+_DEFAULTS = {  # hidden_taps "": `default_taps`; sliding_window 0: full attention
     "eagle3": MethodFlags(
         draft_vocab_size=8192,
         hidden_taps="",
         unrolls=5,
         unroll_weight=0.9,
+        sliding_window=0,
     ),
     "eagle": MethodFlags(
         unrolls=5,
         feature_noise=0.2,
+        sliding_window=0,
     ),
     "medusa": MethodFlags(
         unroll_weight=0.8,
@@ -354,6 +367,7 @@ _DEFAULTS = {  # hidden_taps "": `default_taps`
         unroll_weight=0.8,
         block_size=8,
         num_layers=2,
+        sliding_window=0,
     ),
     "dspark": MethodFlags(
         draft_vocab_size=8192,
@@ -361,6 +375,7 @@ _DEFAULTS = {  # hidden_taps "": `default_taps`
         unroll_weight=0.8,
         block_size=8,
         num_layers=2,
+        sliding_window=0,
     ),
 }
 
@@ -381,6 +396,7 @@ class TrainFlags:
     num_heads: NumHeads = None
     block_size: BlockSize = None
     num_layers: NumLayers = None
+    sliding_window: SlidingWindow = None
     feature_noise: FeatureNoise = None
     hidden_taps: Taps = ""
     epochs: Epochs = 6
@@ -474,6 +490,7 @@ def _job(flags: TrainFlags, own: MethodFlags) -> Job:
         num_heads=own.num_heads or 0,
         block_size=own.block_size or 0,
         num_layers=own.num_layers or 0,
+        sliding_window=own.sliding_window or 0,
         servers=_servers(flags.ray),
     )
 

@@ -20,6 +20,7 @@ from edgellm.core.commands.progress import Report, share_of, shown
 from edgellm.core.errors import (
     EdgeLLMError,
     LimitError,
+    UnsupportedModelError,
 )
 from edgellm.core.file_lock import hold
 from edgellm.core.resources import explain_full_disk
@@ -76,6 +77,7 @@ class Job:
     num_heads: int = 0  # for "medusa"
     block_size: int = 0  # for "dflash" and "dspark"
     num_layers: int = 0  # for "dflash" and "dspark"
+    sliding_window: int = 0  # not for "medusa"; 0: full attention
     servers: Servers | None = None  # complete prompts instead of the loaded base
     overwrite: bool = False  # replaces another result, and another run's state
 
@@ -171,15 +173,22 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
             block_size=job.block_size,
             num_layers=job.num_layers,
             decay=recipe.unroll_weight,
+            sliding_window=job.sliding_window,
         )
     if job.method == "eagle":
-        return Eagle1(base, recipe.unrolls, recipe.feature_noise)
+        return Eagle1(
+            base=base,
+            steps=recipe.unrolls,
+            noise=recipe.feature_noise,
+            sliding_window=job.sliding_window,
+        )
     return Eagle3(
         base=base,
         taps=taps,
         draft_vocab_size=job.draft_vocab_size,
         unrolls=recipe.unrolls,
         decay=recipe.unroll_weight,
+        sliding_window=job.sliding_window,
     )
 
 
@@ -249,6 +258,21 @@ def _check_sizes(job: Job, base: Base, conversations: int) -> None:
     ):
         if wanted > maximum:
             raise LimitError(f"--{flag} {wanted} exceeds the base's {maximum} {what}")
+    _check_window(job, base)
+
+
+def _check_window(job: Job, base: Base) -> None:
+    if 0 < job.sliding_window < job.block_size:
+        raise LimitError(
+            f"--sliding_window {job.sliding_window} is shorter than a block of {job.block_size}",
+            hint=f"give {job.block_size} or more",
+        )
+    has_axes = job.method not in _BLOCKS and "mrope_section" in base.config.rope_parameters
+    if job.sliding_window and has_axes:
+        raise UnsupportedModelError(
+            f"--sliding_window: {job.method} drafts of a base with M-RoPE have no windows",
+            hint="leave it out, or give --method dflash",
+        )
 
 
 def _self_prompts(job: Job, base: Base, progress: Report) -> list[Prompt]:

@@ -258,9 +258,12 @@ def visible_slots(*, windowed: bool, causal: bool = False) -> ir.Function:
         visible = op.Or(op.Unsqueeze(is_committed, integers(op, 0)), op.And(is_new, in_tree))
         if not windowed:
             return visible
-        # Committed tokens are at their own position, tree nodes at that of their depth.
-        own = op.Gather(op.Squeeze(positions, integers(op, 0)), clipped)
-        stands = op.Where(is_committed, slots, own)  # [C]
+        # New tokens are at their positions, committed ones at their slots. Nodes of earlier levels
+        # count as there, too, where they are in every window that is longer than a tree is deep.
+        place = op.Sub(slots, write_index)  # [C]
+        newest = op.Clip(place, zero, op.Sub(rows, one))
+        own = op.Gather(op.Squeeze(positions, integers(op, 0)), newest)
+        stands = op.Where(op.Less(place, zero), slots, own)  # [C]
         width = op.Constant(value_int=ir.RefAttr("value_int", "window", _INT))
         oldest = op.Sub(positions, width)
         within = op.Greater(stands, op.Transpose(oldest, perm=[1, 0]))  # [S, C]

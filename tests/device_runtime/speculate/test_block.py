@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from block_reference import LAYOUTS, BlockReference
+from block_reference import LAYOUTS, WINDOWED, BlockReference
 from eagle_engines import build_blocks, draft_plan, with_blocks
 from scripted_blocks import StrictBlocks
 from scripted_sessions import DRAFTS, StrictBase
@@ -36,6 +36,7 @@ SAMPLED = SamplingParams(
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6, 5], [7], list(range(20)) * 2)
 CHOICES = ((0,), (0, 0), (1,), (2,), (0, 2), (0, 0, 0), (2, 0), (2, 0, 1))
 LIMITS = TreeLimits(top_k=4, steps=5, verify_size=16)
+ALL = {**LAYOUTS, **WINDOWED}
 COSTS = Costs.of({"1": 10, "8": 14, "64": 60}, None, {"1": 1, "64": 9})
 
 
@@ -113,7 +114,7 @@ def test_a_full_cache_ends_in_plain_decoding():
 
 
 def test_a_full_cache_begins_anew():
-    """As after a window: with the newest 64 positions, once 64 are waiting."""
+    """With the newest 64 positions, once 64 are waiting."""
     base = StrictBase(400)
     start, session = drafting(capacity=106)
     ids = ids_of(base, start(), PROMPTS[0], GREEDY, 300)
@@ -143,7 +144,7 @@ def engines(tmp_path_factory):
 
     def get(name):
         if name not in made:
-            made[name] = with_blocks(base, tmp_path_factory.mktemp(name), LAYOUTS[name])
+            made[name] = with_blocks(base, tmp_path_factory.mktemp(name), ALL[name])
         return made[name]
 
     return get
@@ -168,11 +169,12 @@ def parts(session, ids, taps, sizes, rows, top_k):
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_an_engine_equals_torch(engines, name):
-    """In one chunk and in several, which overwrite the block before."""
-    layout, pair = LAYOUTS[name], engines(name)
+    """In one chunk and in several, which overwrite the block before; windows are exceeded."""
+    layout, pair = ALL[name], engines(name)
     manifest = load_engine(pair.engine / "draft", DRAFT_ENGINE)
+    assert manifest.draft.decoder.sliding_window == (layout.window or None)
     assert (manifest.draft.method, manifest.draft.hidden_taps) == (layout.kind, layout.taps)
     assert (manifest.draft.block.levels, [*manifest.graphs]) == (
         5 + layout.from_newest,
@@ -221,11 +223,11 @@ def test_quantized_engines_are_close(engines, name, precision, tmp_path):
     assert np.linalg.norm(error) < {"int8": 0.1, "int4": 0.4}[precision] * spread
 
 
-@pytest.mark.parametrize("name", ["dflash2", "speculators"])
+@pytest.mark.parametrize("name", ["dflash2", "speculators", "speculators_window"])
 def test_blocks_of_several_requests_share_a_pass(engines, name, tmp_path):
     """Neither attends to the other, and no candidate is linked to one of the other."""
     plan = replace(draft_plan(), max_batch_size=2, options=CpuOptions("edgellm"))
-    bundle, layout = engines(name).draft_bundle, LAYOUTS[name]
+    bundle, layout = engines(name).draft_bundle, ALL[name]
     built = build_engine("draft", bundle, tmp_path / "e", plan, "onnxruntime", print)
     session = open_block(tmp_path / "e" / "draft", built)
     taps = np.random.default_rng(2).standard_normal((9, 3 * 96), np.float32)
@@ -266,6 +268,7 @@ SPECS = {
         ("deepspec", "fixed"),
         ("speculators", "by cost"),
         ("dflash2", "fixed"),
+        ("one_window", "fixed"),
     ],
 )
 def test_outputs_equal_plain_decoding(engines, name, way, monkeypatch):

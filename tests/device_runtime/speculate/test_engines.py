@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from eagle_engines import for_several
 from eagle_reference import Reference, tree_mask
 from stepping import speculate
 
@@ -42,10 +43,10 @@ def open_draft(engine):
     return draft.open_draft(engine / "draft", manifest)
 
 
-def path_of(node: int) -> list[int]:
+def path_of(node: int, tree: Tree = TREE) -> list[int]:
     path = [node]
     while path[-1]:
-        path.append(int(TREE.parents[path[-1]]))
+        path.append(int(tree.parents[path[-1]]))
     return path[::-1]
 
 
@@ -134,10 +135,10 @@ def test_auxiliary_hidden_states_equal_the_portable_graph_and_transformers(pair)
         close(pair, found.taps, taps.numpy())
 
 
-def test_the_draft_equals_torch(pair):
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "hybrid", "window"])
+def test_the_draft_equals_torch(eagle_pairs, name):
     """An extension in two passes, then two levels, the second of them attends to its ancestors."""
-    if is_int4(pair):
-        pytest.skip("the reference reads float bases")
+    pair = eagle_pairs(name)
     reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, pair.layout)
     session, ids = open_draft(pair.engine), torch.from_numpy(PREFIX)
     taps = open_base(pair.engine).run(PREFIX, 0, np.zeros(1, np.int64)).taps.copy()
@@ -209,8 +210,10 @@ def answer_of(llm, prompt, sampling, **options):
     return answer
 
 
+BASE_OF = {"int8_draft": "eagle3", "window": "eagle3"}  # others have their own
 WAYS_OF = {
     "eagle3": [*WAYS],
+    "window": ["fixed"],
     "int8_draft": ["fixed", "cost"],
     "eagle1": ["fixed"],
     "medusa": ["static", "lookups", "cost"],
@@ -227,7 +230,7 @@ def plain_answer():
     known = {}
 
     def ask(name, llm, sampling, prompt):
-        key = "eagle3" if name == "int8_draft" else name, repr(sampling), prompt
+        key = BASE_OF.get(name, name), repr(sampling), prompt
         if key not in known:
             known[key] = answer_of(llm, prompt, sampling, speculative=False)
         return known[key]
@@ -263,6 +266,50 @@ def test_token_ids_equal_plain_decoding(eagle_pairs, plain_answer, name, way):
     assert rounds
     if "cost" not in way:
         assert max(counts.tree_size for counts in rounds) == WAYS[way].limits(60).verify_size
+
+
+def test_trees_beyond_a_window_equal_torch(eagle_pairs):
+    """The first tree after a prompt that is longer than the draft's window."""
+    pair = eagle_pairs("window")
+    spec = SpecOptions(tree="fixed", steps=3, top_k=2, verify_size=11)  # all candidates
+    llm = LLM(pair.engine, spec=spec)
+    answer = llm.generate(PROMPTS[3], sampling=SAMPLINGS[0], max_generate_length=8)
+    first, second, *_ = [step for step in answer if step.round is not None]
+    ids = np.append(llm.tokenizer.encode(PROMPTS[3], add_special_tokens=True), first.token_ids)
+    taps = open_base(pair.engine).run(ids[:-1], 0, np.zeros(1, np.int64)).taps
+    reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, pair.layout)
+    assert len(taps) > 7 * pair.layout.window
+    fused = reference.fuse(torch.from_numpy(taps.copy()))
+    tree, count, depths = second.round.tree, len(taps), []
+    assert (int(tree.token_ids[0]), len(tree)) == (ids[-1], 11)
+    for node in sorted({*tree.parents.tolist()} - {-1}):
+        drafted = torch.from_numpy(tree.token_ids[path_of(node, tree)[1:]])
+        depths.append(len(drafted))
+        reference.drop_to(0)
+        causal = torch.ones(count, count).tril().bool()
+        positions, rows = torch.arange(count), torch.from_numpy(ids[1:])
+        log_probs, hidden = reference.forward(rows, fused, positions, causal)
+        for depth, token in enumerate(drafted):
+            own = torch.tensor([count + depth])
+            log_probs, hidden = reference.forward(
+                token[None], hidden[-1:], own, torch.ones(1, 1).bool()
+            )
+        expected = reference.targets[log_probs[-1].topk(2).indices]
+        found = tree.token_ids[np.flatnonzero(tree.parents == node)]
+        assert sorted(found.tolist()) == sorted(expected.tolist())
+    assert sorted(depths) == [0, 1, 1, 2, 2]
+
+
+def test_batches_with_a_windowed_draft_equal_plain_decoding(eagle_pairs, plain_answer, tmp_path):
+    engine = for_several(eagle_pairs("window"), tmp_path / "engine", 3)
+    llm, alone = LLM(engine, spec=WAYS["fixed"]), LLM(eagle_pairs("eagle3").engine)
+    sampling, sizes = SAMPLINGS[0], []
+    llm.on_pass(lambda answers, _: sizes.append(answers))
+    answers = llm.generate_batch(PROMPTS, sampling=sampling, max_generate_length=60)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer.token_ids == plain_answer("eagle3", alone, sampling, prompt).token_ids
+    assert max(sizes) == 3
+    assert max(counts.tree_size for one in answers for counts in one.profile.rounds) > 30
 
 
 class Knowing:

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from eagle_engines import PEAGLE
 from eagle_reference import BASE_HIDDEN, VOCAB, Reference
 
 from edgellm.core.errors import LimitError
@@ -22,18 +21,24 @@ MASKS = MaskRows(95, 4)
 ROUND_ROWS = 6
 
 
-@pytest.fixture
-def caches(eagle_pairs) -> DraftKVCaches:
-    folder = eagle_pairs("peagle").engine / "draft"
+def open_caches(pair) -> DraftKVCaches:
+    folder = pair.engine / "draft"
     return DraftKVCaches(
         network=open_draft(folder, load_engine(folder, DRAFT_ENGINE)), round_rows=ROUND_ROWS
     )
 
 
-def test_predictions_equal_torch(caches, eagle_pairs):
+@pytest.fixture
+def caches(eagle_pairs) -> DraftKVCaches:
+    return open_caches(eagle_pairs("peagle"))
+
+
+@pytest.mark.parametrize("name", ["peagle", "peagle_window"])
+def test_predictions_equal_torch(eagle_pairs, name):
     """A prompt, whose last token is a separate pass, and rounds that overwrite the masks."""
-    pair, random = eagle_pairs("peagle"), torch.Generator().manual_seed(4)
-    reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, PEAGLE)
+    pair, random = eagle_pairs(name), torch.Generator().manual_seed(4)
+    caches = open_caches(pair)
+    reference = Reference(pair.draft_checkpoint, pair.base_checkpoint, pair.layout)
     own, length, sizes = caches.new_kv(), 0, []
     own.begin([20])
     for count in (9, 1, 3, 6):

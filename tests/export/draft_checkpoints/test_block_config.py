@@ -66,7 +66,8 @@ def understood(base, folder, layout="dflash", *, own=None, without=(), **config)
 )
 def test_configs_of_every_layout_are_read(base, tmp_path, layout, changes, expected):
     found = understood(base, tmp_path, layout, **changes)
-    assert (found.kind, found.block.is_causal, found.block.window) == expected
+    window = found.draft.decoder.sliding_window
+    assert (found.kind, found.block.is_causal, window) == expected
     assert found.block.mask_token_id == 95
     assert found.block.from_newest is (layout == "deepspec" and "architectures" in changes)
 
@@ -92,6 +93,13 @@ def test_default_taps_are_spread_over_the_layers(base, tmp_path):
             "blocks are causal in layers that slide",
         ),
         ("dflash", {"layer_types": ["sliding_attention"] * 2}, "sliding_window = None"),
+        (
+            "dflash",
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0},
+            "sliding_window = 0",
+        ),
+        ("dflash", {"layer_types": [["x"], "full_attention"]}, r"layer_types = \[\['x'\]"),
+        ("dflash", {"use_sliding_window": True}, "but no layer slides"),
         ("dflash", {"architectures": ["DFlash2DraftModel"]}, "the tensors are those of dflash"),
         ("dflash", {"own": {"wisdom": 2}}, "does not understand: wisdom"),
         ("dflash", {"hidden_size": 80}, "draft is for a base of hidden size 80"),

@@ -70,7 +70,9 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     method = "peagle" if layout.mask_shape else "eagle3"
     assert spec.method == ("eagle" if layout.eagle1 else method)
     assert spec.mask_token_id == (95 if layout.mask_shape else None)
-    assert spec.num_heads == {"peagle": 8, "speculators_peagle": 5}.get(layout_name, 0)
+    heads = {"peagle": 8, "peagle_window": 8, "speculators_peagle": 5}
+    assert spec.num_heads == heads.get(layout_name, 0)
+    assert spec.decoder.sliding_window == (layout.window or None)
     assert spec.fuses is not layout.eagle1
     assert spec.hidden_taps == layout.taps
     assert (spec.draft_vocab_size, spec.decoder.vocab_size) == (layout.draft_vocab, VOCAB)
@@ -95,10 +97,30 @@ FAULTS = {
         {"efficient_lm_head.down_proj.weight": torch.ones(4, 96)},
         "has efficient_lm_head.*, the head of EAGLE-4",
     ),
-    "EAGLE-4's window": (
-        {"use_sliding_window": True, "sliding_window": 512},
+    "a type for one of two layers": (
+        {"layer_types": ["sliding_attention"], "sliding_window": 512},
         {},
-        "use_sliding_window = True is not supported",
+        "layer_types = ['sliding_attention'] of 2 layers",
+    ),
+    "an unknown type of a layer": (
+        {"layer_types": ["chunked_attention"] * 2},
+        {},
+        "layer_types = ['chunked_attention',",
+    ),
+    "a window without its size": (
+        {"layer_types": ["sliding_attention"] * 2},
+        {},
+        "sliding_window = None, but layers slide",
+    ),
+    "a window without layers": (
+        {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 28},
+        {},
+        "use_sliding_window = True, but no layer slides",
+    ),
+    "no window": (
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0},
+        {},
+        "sliding_window = 0",
     ),
 }
 
@@ -156,7 +178,15 @@ class CudaRun(EngineRun):
 
 @pytest.mark.parametrize("lowered", [EngineRun, CudaRun])
 @pytest.mark.parametrize(
-    "name", ["biases", "eagle1", "modelopt_base_head", "speculators_peagle", "speculators_qwen3"]
+    "name",
+    [
+        "biases",
+        "eagle1",
+        "modelopt_base_head",
+        "speculators_peagle",
+        "speculators_qwen3",
+        "speculators_windows",
+    ],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", TOLERANCE), ("fp16", 0.2)])
 def test_lowered_graphs_equal_the_reference(name, dtype, tolerance, lowered, draft_bases, tmp_path):

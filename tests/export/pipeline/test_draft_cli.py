@@ -216,7 +216,12 @@ def test_faults_in_tensors_are_rejected(export, draft, tensors, messages, tmp_pa
         ({"fc_norm": True, "norm_before_fc": True}, ["exclude each other"]),
         ({"fc_norm": True}, ["no tensor fc_norm.0.weight"]),
         ({"model_type": "gemma3"}, ["model_type = 'gemma3' is not supported"]),
-        ({"sliding_window": 4096}, ["sliding_window = 4096 is not supported"]),
+        ({"sliding_window": 0}, ["sliding_window = 0", "tokens that a token attends to"]),
+        ({"use_sliding_window": True}, ["but no layer slides", "or set use_sliding_window"]),
+        (
+            {"sliding_window": 8, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+            ["a sliding window with M-RoPE is not supported"],
+        ),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}}, ["mrope_section [1, 2]"]),
         ({"attention_bias": True}, ["no tensor midlayer.self_attn.q_proj.bias"]),
         ({"speculators_model_type": "eagle"}, ["speculators_model_type = 'eagle'"]),

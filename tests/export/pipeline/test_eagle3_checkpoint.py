@@ -28,6 +28,9 @@ REFUSED = {
     "eagle1_without_bias": ENGINES,
     "peagle": ENGINES,
     "speculators_peagle": ENGINES,
+    "speculators_windows": ENGINES,
+    "specforge_window": ENGINES,
+    "peagle_window": ENGINES,
     "safeailab_narrow": {"sglang", "tensorrt-llm"},
     "specforge_eagle31": {"sglang"},
     "modelopt_base_head": {"sglang", "tensorrt-llm"},
@@ -61,7 +64,8 @@ def test_a_converted_draft_computes_the_same(tmp_path, bases, name):
     for engine in ENGINES:
         output = tmp_path / engine
         if engine in REFUSED.get(name, ()):
-            with pytest.raises(EdgeLLMError, match=r"does not compute|only EAGLE-3|of its own"):
+            reasons = r"does not compute|only EAGLE-3|of its own|a sliding window, which are not"
+            with pytest.raises(EdgeLLMError, match=reasons):
                 hand_over(open_draft(str(draft)), str(base), engine, output)
             assert not output.exists()
             continue

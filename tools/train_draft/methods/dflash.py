@@ -58,6 +58,7 @@ class Blocks:
         block_size: int,
         num_layers: int,
         decay: float,
+        sliding_window: int = 0,
     ) -> None:
         """Create the network.
 
@@ -69,6 +70,7 @@ class Blocks:
             block_size: tokens of a block.
             num_layers: number of layers of the draft.
             decay: the loss weight of step j is decay ** j.
+            sliding_window: see `DraftShape`; at least a block.
         """
         self.tapped, self._decay, self._is_dspark = TappedBase(base, taps), decay, method == DSPARK
         self._size, vocab_size = block_size, base.config.vocab_size
@@ -76,9 +78,9 @@ class Blocks:
         self._first = 0 if self._is_dspark else 1
         self.steps = block_size - self._first
         self._has_norms = hasattr(base.layers[-1].get_submodule("self_attn"), "q_norm")
+        shape = draft_shape(base.config, draft_vocab_size, len(taps), sliding_window)
         self.module = BlockDraft(
-            # One position per token, also after images.
-            shape=replace(draft_shape(base.config, draft_vocab_size, len(taps)), mrope_section=()),
+            shape=replace(shape, mrope_section=()),  # one position per token, also after images
             num_layers=num_layers,
             has_norms=self._has_norms,
             has_head=draft_vocab_size < vocab_size,
@@ -209,6 +211,8 @@ class Blocks:
             "mask_token_id": self._mask_id,
             "target_layer_ids": [tap - 1 for tap in self.tapped.taps],
         }
+        if module.shape.sliding_window:
+            own["causal"] = False  # readers take blocks with windows for causal
         config = {
             **draft_config(module.shape, base, architecture),
             "model_type": "qwen3" if self._has_norms else "llama",
@@ -216,6 +220,7 @@ class Blocks:
             "num_target_layers": base.num_hidden_layers,
             "block_size": self._size,
             "layer_types": ["full_attention"] * len(module.layers),
+            **module.shape.window_config(len(module.layers)),
             _OWN: own,
         }
         if self._is_dspark:

@@ -38,7 +38,7 @@ class BlockLayer(Layer):
             x: hidden states of the blocks [B, A, L, H].
             text: hidden states of the text [B, S, H].
             ropes: RoPE of blocks [B, A * L] and of the text [1, S], see `Unrolled.rope`.
-            before: bool [B, A, S]; text that a block attends to.
+            before: bool [B, A * L, S]; text that a token attends to.
         """
         normed = self.input_layernorm(x).flatten(1, 2)  # [B, A * L, H]
         own, given = ropes
@@ -112,7 +112,11 @@ class BlockDraft(Unrolled):
             self.rope(positions.flatten(1)[None], text.dtype),
             self.rope(text_positions[None, None], text.dtype),
         )
-        before = text_positions < anchors[..., None]
+        before = (text_positions < anchors[..., None])[:, :, None]  # [B, A, 1, S]
+        before = before.expand(-1, -1, blocks.shape[2], -1)
+        if window := self.shape.sliding_window:
+            before = before & (text_positions > positions[..., None] - window)
+        before = before.flatten(1, 2)
         for layer in self.layers:
             blocks = layer(blocks, text, ropes, before)
         return self.norm(blocks)
@@ -146,8 +150,8 @@ def _attend(
         length: tokens of a block.
     """
     scale = query.shape[-1] ** -0.5
-    hidden = ~before.repeat_interleave(length, 1)[:, None]  # [B, 1, A * L, S]
-    text_scores = (query @ keys[0].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
+    text_scores = query @ keys[0].transpose(2, 3) * scale
+    text_scores = text_scores.masked_fill(~before[:, None], float("-inf"))
     apart = (2, (-1, length))
     own = (query.unflatten(*apart) @ keys[1].unflatten(*apart).transpose(3, 4) * scale).flatten(
         2, 3

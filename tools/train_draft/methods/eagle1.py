@@ -34,16 +34,18 @@ class Eagle1:
 
     outputs: frozenset[str] = frozenset()
 
-    def __init__(self, base: Base, steps: int, noise: float) -> None:
+    def __init__(self, *, base: Base, steps: int, noise: float, sliding_window: int = 0) -> None:
         """Create the network.
 
         Args:
             base: the base model.
             steps: draft steps of the estimate; one is trained.
             noise: width of uniform noise on hidden states in training.
+            sliding_window: see `DraftShape`.
         """
         self.tapped, self.steps, self._noise = TappedBase(base, ()), steps, noise
-        self.module = Eagle1Draft(draft_shape(base.config, base.config.vocab_size, 1))
+        shape = draft_shape(base.config, base.config.vocab_size, 1, sliding_window)
+        self.module = Eagle1Draft(shape)
 
     def start(self, samples: Sequence[Sample]) -> None:
         """See `Learner`: the draft starts as the identity of the hidden state.

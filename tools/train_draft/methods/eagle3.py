@@ -37,6 +37,7 @@ class Eagle3:
         draft_vocab_size: int,
         unrolls: int,
         decay: float,
+        sliding_window: int = 0,
     ) -> None:
         """Create the network.
 
@@ -46,9 +47,11 @@ class Eagle3:
             draft_vocab_size: tokens of its head.
             unrolls: draft steps of the training-time test.
             decay: the loss weight of step j is decay ** j.
+            sliding_window: see `DraftShape`.
         """
         self.tapped, self.steps, self._decay = TappedBase(base, taps), unrolls, decay
-        self.module = Draft(draft_shape(base.config, draft_vocab_size, len(taps)))
+        shape = draft_shape(base.config, draft_vocab_size, len(taps), sliding_window)
+        self.module = Draft(shape)
 
     def start(self, samples: Sequence[Sample]) -> None:
         """See `Learner`."""

@@ -34,6 +34,17 @@ class DraftShape:
     rope_theta: float
     mrope_section: tuple[int, ...] = ()  # () for positions on one axis
     mrope_interleaved: bool = False
+    sliding_window: int = 0  # tokens that a token attends to, itself included; 0: all
+
+    def window_config(self, num_layers: int) -> dict[str, Any]:
+        """Return config fields of the window of all layers."""
+        if not self.sliding_window:
+            return {}
+        return {
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention"] * num_layers,
+        }
 
     @property
     def rope_config(self) -> dict[str, Any]:
@@ -175,7 +186,7 @@ class Unrolled(nn.Module):
         keys.append(apply_rope(key, *rope).repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
         query_rope = (part[:, :, skip:] for part in rope)
-        mixed = _attend(apply_rope(query, *query_rope), keys, values)
+        mixed = _attend(apply_rope(query, *query_rope), keys, values, shape.sliding_window)
         hidden = residual[:, skip:] + attention.o_proj(mixed.transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
@@ -246,19 +257,22 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
-def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
     """Attend causally to the keys of the first step, and to the token's own key of later steps.
 
-    The queries belong to the last tokens.
+    The queries belong to the last tokens. A token of step j is j positions after that of the first
+    step, so j keys fewer of the first step are in its window (0: none).
     """
-    (length, size), num_keys = query.shape[2:], keys[0].shape[2]
-    scale = size**-0.5
-    future = torch.ones(length, num_keys, dtype=torch.bool, device=query.device)
-    future = future.triu(1 + num_keys - length)
-    scores = [(query @ keys[0].transpose(2, 3) * scale).masked_fill(future, float("-inf"))]
-    scores += [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
+    (length, size), (num_keys, step) = query.shape[2:], (keys[0].shape[2], len(keys) - 1)
+    scale, window = size**-0.5, window or num_keys + step
+    every = torch.ones(length, num_keys, dtype=torch.bool, device=query.device)
+    newest = num_keys - length  # key of the first query
+    hidden = every.triu(newest + 1) | every.tril(newest + step - window)
+    own = range(max(1, step - window + 1), step + 1)
+    scores = [(query @ keys[0].transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))]
+    scores += [(query * keys[at]).sum(-1, keepdim=True) * scale for at in own]
     weights = torch.cat(scores, -1).float().softmax(-1).to(query.dtype)
     mixed = weights[..., :num_keys] @ values[0]
-    for own, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., num_keys + own, None] * value
+    for place, at in enumerate(own):
+        mixed = mixed + weights[..., num_keys + place, None] * values[at]
     return mixed

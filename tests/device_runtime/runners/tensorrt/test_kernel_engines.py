@@ -9,18 +9,19 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from eagle_engines import CAPACITY, EAGLE3, EaglePair, build_pair
+from eagle_engines import CAPACITY, EAGLE3, WINDOW, EaglePair, build_pair, with_eagle
+from eagle_reference import tree_mask
 from fake_gpu import FakeDevice
 from lowered_engines import Lowered
 from manifests import read_manifest, write_manifest
 
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import DECODER, DRAFT
-from edgellm.core.manifest import LLM_ENGINE, load_engine, with_kv_dtype
+from edgellm.core.manifest import DRAFT_ENGINE, LLM_ENGINE, load_engine, with_kv_dtype
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.step import step
 from edgellm.device_runtime.networks.decoder import open_decoder
-from edgellm.device_runtime.networks.draft import RequestedResult
+from edgellm.device_runtime.networks.draft import RequestedResult, open_draft
 from edgellm.device_runtime.runners.device_speculation import Growth
 from edgellm.device_runtime.runners.tensorrt.device_speculation.round import TensorRtRounds
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
@@ -98,6 +99,35 @@ def test_logits_equal_the_cpu(pair, lowered, codes, tolerance):
         expected, found = (each.run(rows, write, outputs) for each in (reference, session))
         assert np.abs(found.logits - expected.logits).mean() < tolerance
         write += len(rows)
+
+
+@pytest.mark.nightly
+def test_a_windowed_draft_equals_the_cpu(pair, tmp_path):
+    """A text beyond the window, and two levels of a tree after it."""
+    layout = dataclasses.replace(WINDOW, head_dim=64)
+    windowed = with_eagle(pair, tmp_path / "windowed", layout, "fp16")
+    lowered, folder = Lowered(windowed, tmp_path, codes="fp16"), windowed.engine / "draft"
+    cpu = open_draft(folder, load_engine(folder, DRAFT_ENGINE))
+    gpu = lowered.open_draft(FakeDevice())
+    taps = np.random.default_rng(1).standard_normal((23, 3 * 96), np.float32)
+    hidden, mask = cpu.fuse(taps).copy(), tree_mask([-1, -1, 0, 0, 1])
+    np.testing.assert_allclose(gpu.fuse(taps), hidden, atol=0.05)
+    for rows, depth in ((slice(0, 15), 0), (slice(15, 17), 15), (slice(17, 20), 16)):
+        ids, own = np.arange(20, 43)[rows], {}
+        if depth:
+            nodes = slice(rows.start - 15, rows.stop - 15)
+            own["position_ids"] = np.full(len(ids), depth)
+            own["tree_mask"] = mask[nodes, : nodes.stop]
+        expected, found = (
+            each.run(ids, hidden[rows], rows.start, np.arange(len(ids)), top_k=40, **own)
+            for each in (cpu, gpu)
+        )
+        own_order, order = (each.token_ids.argsort(1) for each in (expected, found))
+        np.testing.assert_allclose(
+            np.take_along_axis(found.log_probs, order, 1),
+            np.take_along_axis(expected.log_probs, own_order, 1),
+            atol=0.05,
+        )
 
 
 @pytest.mark.parametrize("codes", ["fp16", "int8"])
