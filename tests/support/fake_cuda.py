@@ -1,7 +1,8 @@
 """pycuda and cuda-python as `cuda.py` knows them, without a GPU: they watch contexts and threads.
 
 Each call needs a context that is current in its thread, as the driver does; a context left
-on a thread's stack would have ended the process.
+on a thread's stack would have ended the process. Work needs a stream: the legacy one has no order
+with a non-blocking stream.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 # Calls that fail while a graph is recorded, and invalidate it.
-_NOT_CAPTURED = {"free", "mem_alloc", "module", "pin", "stream", "synchronize"}
+_NOT_CAPTURED = {"free", "mem_alloc", "module", "pin", "stream", "synchronize", "synchronize all"}
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _INVALIDATED = 901  # CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 
 
@@ -35,6 +37,7 @@ class FakeDriver:
         self.alive = 0  # allocations
         self.capture_is_valid: bool | None = None  # None: no graph is recorded
         self.integrated, self._free = integrated, free_bytes
+        self.Context = SimpleNamespace(synchronize=lambda: self.use("synchronize all"))
 
     @property
     def stack(self) -> list[int]:
@@ -66,21 +69,27 @@ class FakeDriver:
     def stack_pop(self) -> None:
         self.stack.pop()
 
-    def Stream(self) -> Any:  # noqa: N802
+    def Stream(self, flags: int = 0) -> Any:  # noqa: N802
         self.use("stream")
-        return SimpleNamespace(handle=7, synchronize=lambda: self.use("synchronize"))
+        wait = lambda: self.use("synchronize")  # noqa: E731
+        return SimpleNamespace(handle=7, flags=flags, synchronize=wait)
+
+    def use_on(self, stream: Any, name: str) -> None:
+        """Record work on a stream, which must have no order with the legacy stream."""
+        assert getattr(stream, "flags", None) == _NON_BLOCKING, f"{name} on {stream}"
+        self.use(name)
 
     def Event(self) -> Any:  # noqa: N802
         self.use("event")
         return SimpleNamespace(
-            record=lambda stream: self.use(f"mark in {stream.handle}"),
+            record=lambda stream: self.use_on(stream, f"mark in {stream.handle}"),
             time_till=lambda _: self.use("time between marks") or 2.5,
         )
 
     def module_from_buffer(self, ptx: bytes) -> Any:
         self.use("module")
         assert ptx.endswith(b"\0")
-        call = lambda *_, **__: self.use("launch")  # noqa: E731
+        call = lambda _, __, stream, *_a, **_k: self.use_on(stream, "launch")  # noqa: E731
         kernel = SimpleNamespace(prepare=lambda _: None, prepared_async_call=call)
         return SimpleNamespace(get_function=lambda _: kernel)
 
@@ -94,8 +103,8 @@ class FakeDriver:
             raise self.MemoryError("out of memory")
         return self._allocation("mem_alloc")
 
-    def memset_d8_async(self, *_: Any) -> None:
-        self.use("memset")
+    def memset_d8_async(self, _at: int, _value: int, _count: int, stream: Any = None) -> None:
+        self.use_on(stream, "memset")
 
     def mem_get_info(self) -> tuple[int, int]:
         self.use("mem_get_info")
@@ -106,17 +115,16 @@ class FakeDriver:
         assert size <= 1 << 16
         return np.asarray(self._allocation("pin"))
 
-    def memcpy_htod_async(self, *_: Any) -> None:
-        self.use("upload")
+    def memcpy_htod_async(self, _to: int, _from: Any, stream: Any = None) -> None:
+        self.use_on(stream, "upload")
 
-    def memcpy_dtod_async(self, *_: Any) -> None:
-        self.use("copy")
+    def memcpy_dtod_async(self, _to: int, _from: int, _size: int, stream: Any = None) -> None:
+        self.use_on(stream, "copy")
 
-    def memcpy_dtoh_async(self, *_: Any) -> None:
-        self.use("download")
+    def memcpy_dtoh_async(self, _to: Any, _from: int, stream: Any = None) -> None:
+        self.use_on(stream, "download")
 
     def Memcpy2D(self) -> Any:  # noqa: N802 - pycuda's name
-        self.use("planes")
         return _PlaneCopy(self)
 
 
@@ -127,11 +135,14 @@ class _PlaneCopy:
         self._driver = driver
         self.set_src_device = lambda address: setattr(self, "source", address)
         self.set_dst_device = lambda address: setattr(self, "target", address)
+        self.set_src_host = lambda _: setattr(self, "source", "host")
+        self.set_dst_host = lambda _: setattr(self, "target", "host")
 
-    def __call__(self, stream: Any) -> None:
+    def __call__(self, stream: Any = None, *, aligned: bool = False) -> None:
+        del aligned
         names = "source", "target", "src_pitch", "dst_pitch", "width_in_bytes", "height"
         sizes = [getattr(self, name) for name in names]
-        self._driver.use(f"planes {sizes} in {stream.handle}")
+        self._driver.use_on(stream, f"planes {sizes}")
 
 
 class _Allocation:

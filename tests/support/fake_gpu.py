@@ -195,6 +195,9 @@ class FakeDevice(FakePlanes):
         for work in queue:
             work()
 
+    def synchronize_all(self) -> None:
+        self.synchronize()
+
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         self._refuse_in_capture("capture")
         self._capturing = []

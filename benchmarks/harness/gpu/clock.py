@@ -247,12 +247,12 @@ def _bandwidths(device: cuda.CudaDevice, driver: Any) -> dict[str, float]:
         for attribute in (attributes.MEMORY_CLOCK_RATE, attributes.GLOBAL_MEMORY_BUS_WIDTH)
     )
     source, target = (device.allocate(_COPIED_BYTES) for _ in range(2))
-    first, last = driver.Event(), driver.Event()
+    events, first, last = CudaEvents(device), None, None
     for count in (1, _COPIES):  # the first is not counted
-        first.record()
+        first = events.record(first)
         for _ in range(count):
-            driver.memcpy_dtod_async(target.address, source.address, _COPIED_BYTES)
-        last.record()
-        last.synchronize()
-    copied = 2 * _COPIES * _COPIED_BYTES / (first.time_till(last) * 1e-3) / 1e9
+            device.copy(target.address, source.address, _COPIED_BYTES)
+        last = events.record(last)
+        device.synchronize()
+    copied = 2 * _COPIES * _COPIED_BYTES / (events.between_ms(first, last) * 1e-3) / 1e9
     return {"attributes": peak_bandwidth(clock, bus), "copy": copied}

@@ -35,6 +35,7 @@ from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import WORD_BYTE
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, NewRows, Planes
 
 _log = logging.getLogger(__name__)
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, for which pycuda has no name
 _THREADS = 32  # of a block; a row of a cache has 8 to 32 words
 _GATHERING_THREADS = 256  # one of features has hundreds
 _HINT = f"{install('tensorrt')}, which needs the CUDA toolkit's headers"
@@ -78,6 +79,10 @@ def _import(module: str, package: str) -> Any:
         raise EdgeLLMError(f"{package} is not usable here: {error}", hint=_HINT) from None
 
 
+def _stopped(error: Exception) -> EdgeLLMError:
+    return EdgeLLMError(f"the GPU stopped working: {error}", hint="edgellm-doctor says more")
+
+
 class _Memory:
     """See `device.Buffer`."""
 
@@ -108,7 +113,8 @@ class CudaDevice:
             self._open()
 
     def _open(self) -> None:
-        self._stream = self._driver.Stream()
+        # The legacy stream waits for no work of this stream, and this one for none of its.
+        self._stream = self._driver.Stream(_NON_BLOCKING)
         self._move_rows = self._kernel(kv_compaction.PTX, kv_compaction.KERNEL, "PPiiqi")
         self._append_rows = self._kernel(kv_append.PTX, kv_append.KERNEL, "PPPiiqqi")
         self._gather_rows = self._kernel(gather.PTX, gather.KERNEL, "PPPi")
@@ -292,8 +298,8 @@ class CudaDevice:
 
     def _copy(self, copy: Any) -> None:
         with self.current():
+            copy(self._stream)
             self.synchronize()
-            copy(aligned=False)
 
     def _planewise(self, planes: Planes, num_bytes: int) -> Any:
         copy = self._driver.Memcpy2D()
@@ -308,9 +314,15 @@ class CudaDevice:
             if self._indices is not None:
                 self._indices.waited()
         except self._driver.Error as error:
-            raise EdgeLLMError(
-                f"the GPU stopped working: {error}", hint="edgellm-doctor says more"
-            ) from None
+            raise _stopped(error) from None
+
+    def synchronize_all(self) -> None:
+        """See `device.Device`."""
+        try:
+            with self.current():
+                self._driver.Context.synchronize()
+        except self._driver.Error as error:
+            raise _stopped(error) from None
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """See `device.Device`."""

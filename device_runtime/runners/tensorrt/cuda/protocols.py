@@ -1,7 +1,8 @@
 """What a session asks of a GPU and of a loaded engine; `cuda.py` and `runtime.py` answer it.
 
 All work goes to one stream and runs in the order in which it was asked for. The host waits only
-in `synchronize`.
+in `synchronize`. The stream does not synchronize with the legacy stream, which libraries may use:
+`synchronize_all` waits for their work.
 """
 
 from __future__ import annotations
@@ -165,6 +166,10 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait for everything that was asked for."""
+        ...
+
+    def synchronize_all(self) -> None:
+        """Wait for all work on the GPU, also for that of libraries on streams of their own."""
         ...
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:

@@ -110,7 +110,7 @@ class LoadedEngine:
         stream = self._device.stream
         if not context.set_optimization_profile_async(profile, stream):
             raise self._log.failure(f"TensorRT does not take profile {profile}")
-        self._device.synchronize()
+        self._device.synchronize_all()  # weights may still be copied on a stream of TensorRT's
         return LoadedContext(context=context, device=self._device, log=self._log, scratch=scratch)
 
 

@@ -86,7 +86,18 @@ def test_rows_of_all_planes_are_copied_on_the_stream():
     device.copy_rows(PLANES, 1, 5, 3)  # of 2 planes of 8 rows of 32 bytes
     at = PLANES.address
     expected = [at + 32, at + 5 * 32, 256, 256, 96, 2]
-    assert driver.calls[-1][0] == f"planes {expected} in 7"
+    assert driver.calls[-1][0] == f"planes {expected}"
+
+
+def test_rows_are_read_and_written_on_the_stream_and_waited_for():
+    """A copy from pageable memory on the legacy stream may go on when its call is over."""
+    driver = FakeDriver()
+    device = _device(driver)
+    rows, at = device.save_rows(PLANES, 3, 1), PLANES.address
+    device.load_rows(PLANES, rows, 1)
+    names = [name for name, _ in driver.calls if name.startswith(("planes ", "synchronize"))]
+    read, written = [at + 32, "host", 256, 96, 96, 2], ["host", at + 32, 96, 256, 96, 2]
+    assert names == [f"planes {read}", "synchronize", f"planes {written}", "synchronize"]
 
 
 def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature():
@@ -272,6 +283,8 @@ def test_tensorrt_is_called_in_the_context():
     thread = threading.Thread(target=work, name="engine")
     thread.start()
     thread.join()
+    names = [name for name, _ in driver.calls]
+    assert names.index("synchronize all") > names.index("profile")  # weights may be on their way
     assert {("execute", "engine"), ("capturable", "engine")} <= set(driver.calls)
     assert not driver.stack
 
