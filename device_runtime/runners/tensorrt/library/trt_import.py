@@ -55,6 +55,11 @@ class Library:
         return not self.is_ahead_of_time and self.version < FIRST_QUICK_PLUGINS
 
     @property
+    def maps_weights(self) -> bool:
+        """Whether its parser takes addresses of weights; older ones read the file."""
+        return hasattr(getattr(self.trt, "OnnxParser", None), "load_initializer")
+
+    @property
     def updates_in_place(self) -> bool:
         """Whether it writes rows into a cache where it lies; older ones hand them out."""
         return self.version >= _IN_PLACE
