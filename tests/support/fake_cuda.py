@@ -7,6 +7,7 @@ with a non-blocking stream.
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ class FakeDriver:
         self.left: list[str] = []  # threads with a context on their stack, when they were asked
         self.calls: list[tuple[str, str]] = []  # name and thread
         self.alive = 0  # allocations
+        self.attached = 0  # primary contexts that were not given back
         self.capture_is_valid: bool | None = None  # None: no graph is recorded
         self.integrated, self._free = integrated, free_bytes
         self.Context = SimpleNamespace(synchronize=lambda: self.use("synchronize all"))
@@ -58,13 +60,25 @@ class FakeDriver:
 
     def Device(self, index: int) -> Any:  # noqa: N802
         assert index == 0
-        context = SimpleNamespace(push=lambda: self.stack.append(1), pop=self.stack_pop)
+        context = SimpleNamespace(
+            push=lambda: self.stack.append(1), pop=self.stack_pop, detach=self._detach
+        )
+        self.attached += 1
         return SimpleNamespace(
             retain_primary_context=lambda: context,
             name=lambda: "a GPU",
             compute_capability=lambda: (11, 0),
             get_attribute=lambda what: int(self.integrated and what == "integrated"),
         )
+
+    def _detach(self) -> None:
+        assert not self.stack, "a context is released that is current"
+        self.attached -= 1
+
+    def warn_if_attached(self) -> None:
+        """What pycuda's destructor does after the driver's end."""
+        if self.attached:
+            sys.stderr.write("PyCUDA WARNING: a clean-up operation failed\n")
 
     def stack_pop(self) -> None:
         self.stack.pop()

@@ -52,6 +52,21 @@ def test_a_missing_library_is_reported(pretend):
     assert "pip install 'edgellm[tensorrt-rtx]'" in err.value.hint
 
 
+def test_a_board_without_its_dla_compiler_gets_the_remedy(pretend, monkeypatch):
+    """As in a container without NVIDIA's runtime; pip cannot help."""
+    pretend()
+    said = "libnvdla_compiler.so: cannot open shared object file: No such file or directory"
+
+    def load(name: str) -> None:
+        raise ImportError(said) if name == "tensorrt" else ModuleNotFoundError(name)
+
+    monkeypatch.setattr(trt_import.importlib, "import_module", load)
+    with pytest.raises(EdgeLLMError, match=f"tensorrt cannot be loaded: {said}") as caught:
+        trt_import.find_library()
+    assert "nvidia-l4t-dla-compiler" in caught.value.hint
+    assert "pip" not in caught.value.hint
+
+
 def test_auto_chooses_tensorrt_on_its_gpus_only(pretend):
     full = _module("tensorrt", "10.16.2.10")
     pretend(full=full, sm=110)

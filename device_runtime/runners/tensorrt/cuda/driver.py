@@ -5,6 +5,7 @@ Both are handles of the driver's own: a stream of the one is a stream of the oth
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -56,7 +57,9 @@ def open_device() -> CudaDevice:
         raise EdgeLLMError(
             f"the NVIDIA driver does not work: {error}", hint="edgellm-doctor says more"
         ) from None
-    return CudaDevice(driver, graphs, gpu)
+    device = CudaDevice(driver, graphs, gpu)
+    atexit.register(device.close)
+    return device
 
 
 def import_bindings() -> tuple[Any, Any]:
@@ -107,7 +110,7 @@ class CudaDevice:
         """Make a stream in the primary context."""
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
         self._context, self._depth = gpu.retain_primary_context(), _Depth()
-        self._can_capture, self._is_capturing = True, False
+        self._can_capture, self._is_capturing, self._is_closed = True, False, False
         self._unused: deque[Any] = deque()  # allocations to be freed
         with self.current():
             self._open()
@@ -135,8 +138,13 @@ class CudaDevice:
             if is_outermost:
                 self._context.pop()
 
+    def close(self) -> None:
+        """Give the context back, at the process's end; later pycuda warns that it cannot."""
+        self._is_closed = True
+        self._context.detach()
+
     def _free(self, allocation: Any) -> None:
-        if not sys.is_finalizing():  # then pycuda frees what there is
+        if not (self._is_closed or sys.is_finalizing()):  # then the driver frees what there is
             self._unused.append(allocation)
             self._free_unused()
 

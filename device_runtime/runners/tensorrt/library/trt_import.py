@@ -30,6 +30,12 @@ _HINT = (
     f"{install('tensorrt-rtx')} compiles without a GPU; "
     "on a Jetson TensorRT comes with JetPack 6.1 and newer"
 )
+# TensorRT of a Jetson needs it; JetPack 6's host gives it to containers, JetPack 7.2 has none.
+_DLA_LIBRARY = "libnvdla_compiler.so"
+_DLA_HINT = (
+    "install nvidia-l4t-dla-compiler on the board, and run a container with --runtime nvidia, "
+    "in an image of the board's JetPack"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,8 @@ def find_library(*, ahead_of_time: bool = False) -> Library:
     found = _load("tensorrt_rtx")
     if isinstance(found, Library):
         return found
-    raise EdgeLLMError("; ".join([*reasons, found]), hint=_HINT)
+    said = "; ".join([*reasons, found])
+    raise EdgeLLMError(said, hint=_DLA_HINT if _DLA_LIBRARY in said else _HINT)
 
 
 def installed() -> dict[str, Any]:
