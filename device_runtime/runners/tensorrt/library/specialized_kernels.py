@@ -1,0 +1,71 @@
+"""Kernels that TensorRT-RTX compiles for the shapes of a pass, on the machine that runs it.
+
+By default it compiles them in the background and runs slower kernels until then, which a CUDA
+graph would keep. Here it compiles them when a shape is first run, and its runtime cache keeps them
+for later processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from pathlib import Path
+from typing import Any
+
+from edgellm.core.artifact import replace_file
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
+
+
+def specialize(trt: Any, engine: Any, device: Device, path: Path) -> SpecializedKernels | None:
+    """Settings of an engine's contexts; None with a library whose plans have all kernels.
+
+    Args:
+        trt: the module that compiled the engine.
+        engine: the loaded plan.
+        device: where it runs.
+        path: the file of the runtime cache; read if it exists.
+    """
+    if not hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
+        return None
+    return SpecializedKernels(trt, engine, device, path)
+
+
+class SpecializedKernels:
+    """A runtime configuration, and the runtime cache that it fills."""
+
+    def __init__(self, trt: Any, engine: Any, device: Device, path: Path) -> None:
+        """Read the cache; the library ignores one of another version, GPU or driver."""
+        self._device, self._path, self._saved_bytes = device, path, 0
+        with device.current():
+            self.config = engine.create_runtime_config()
+            eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
+            self.config.dynamic_shapes_kernel_specialization_strategy = eager
+            self.config.set_execution_context_allocation_strategy(
+                trt.ExecutionContextAllocationStrategy.USER_MANAGED
+            )
+            self._cache = self.config.create_runtime_cache()
+            with contextlib.suppress(OSError):
+                saved = path.read_bytes()
+                self._saved_bytes = len(saved) if self._cache.deserialize(saved) else 0
+            self.config.set_runtime_cache(self._cache)
+        # Shapes of prompts come later. The device is closed after this, as it was opened before.
+        atexit.register(_save, weakref.ref(self))
+
+    def save(self) -> None:
+        """Write the cache if it grew; a folder that cannot be written leaves it unsaved."""
+        with self._device.current():
+            content = bytes(memoryview(self._cache.serialize()))
+        if len(content) <= self._saved_bytes:
+            return
+        with contextlib.suppress(OSError, EdgeLLMError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, content)
+            self._saved_bytes = len(content)
+
+
+def _save(kernels: weakref.ref[SpecializedKernels]) -> None:
+    found = kernels()
+    if found is not None:
+        found.save()
