@@ -7,8 +7,10 @@ with a non-blocking stream.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,10 @@ class FakeDriver:
         self.left: list[str] = []  # threads with a context on their stack, when they were asked
         self.calls: list[tuple[str, str]] = []  # name and thread
         self.alive = 0  # allocations
-        self.attached = 0  # primary contexts that were not given back
+        self.attached = 0  # pycuda's primary contexts that were not detached
+        self.retained = 0  # references of the primary context
+        self.first_arguments: list[int] = []  # of launches by cuda-python
+        self.pinned: list[Any] = []  # memory that cuda-python gave by its address
         self.capture_is_valid: bool | None = None  # None: no graph is recorded
         self.integrated, self._free = integrated, free_bytes
         self.Context = SimpleNamespace(synchronize=lambda: self.use("synchronize all"))
@@ -63,17 +68,26 @@ class FakeDriver:
         context = SimpleNamespace(
             push=lambda: self.stack.append(1), pop=self.stack_pop, detach=self._detach
         )
-        self.attached += 1
         return SimpleNamespace(
-            retain_primary_context=lambda: context,
+            retain_primary_context=lambda: self._attach(context),
             name=lambda: "a GPU",
             compute_capability=lambda: (11, 0),
             get_attribute=lambda what: int(self.integrated and what == "integrated"),
         )
 
+    def _attach(self, context: Any) -> Any:
+        self.attached, self.retained = self.attached + 1, self.retained + 1
+        return context
+
     def _detach(self) -> None:
-        assert not self.stack, "a context is released that is current"
         self.attached -= 1
+        self.release()
+
+    def release(self) -> None:
+        """Drop a reference of the primary context; the last would destroy it."""
+        assert not self.stack, "a context is released that is current"
+        self.retained -= 1
+        assert self.retained, "objects of TensorRT outlive their context"
 
     def warn_if_attached(self) -> None:
         """What pycuda's destructor does after the driver's end."""
@@ -178,7 +192,7 @@ class _Allocation:
 
 
 def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
-    """`cuda.bindings.driver`; the function `fails_at` gives an error code."""
+    """`cuda.bindings.driver` as far as graphs need it; the function `fails_at` gives an error."""
 
     def function(name: str, *found: Any) -> Any:
         def call(*_: Any) -> tuple[Any, ...]:
@@ -203,3 +217,143 @@ def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
     }
     functions = {name: function(name, *found) for name, found in names.items()}
     return SimpleNamespace(CUstream=lambda handle: handle, CUstreamCaptureMode=mode, **functions)
+
+
+def fake_bindings(driver: FakeDriver, *, fails_at: str = "") -> Any:
+    """`cuda.bindings.driver`, over the same driver: calls have the names of pycuda's."""
+    calls = {name: _call(driver, name, works) for name, works in _CALLS.items()}
+    attributes = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_INTEGRATED="integrated",
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
+    )
+    kinds = SimpleNamespace(CU_MEMORYTYPE_DEVICE="device", CU_MEMORYTYPE_HOST="host")
+    return SimpleNamespace(
+        **vars(fake_graphs(driver, fails_at=fails_at)),
+        **calls,
+        CUdevice_attribute=attributes,
+        CUmemorytype=kinds,
+        CUDA_MEMCPY2D=SimpleNamespace,
+    )
+
+
+def _call(driver: FakeDriver, name: str, works: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of cuda-python: a status first, and no exceptions."""
+
+    def call(*arguments: Any) -> tuple[Any, ...]:
+        try:
+            found = works(driver, *arguments)
+        except driver.MemoryError:
+            return (2, None)
+        except DriverError:
+            return (_INVALIDATED, None)
+        return (0,) if found is None else (0, *found)
+
+    call.__name__ = name
+    return call
+
+
+class _Handle(int):
+    """A handle of the driver's, which is no number of another kind."""
+
+    flags = 0
+
+
+def _retain(driver: FakeDriver, _gpu: Any) -> tuple[Any]:
+    driver.retained += 1
+    return (_Handle(9),)
+
+
+def _release(driver: FakeDriver) -> None:
+    driver.release()
+
+
+def _stream(driver: FakeDriver, flags: int) -> tuple[Any]:
+    driver.use("stream")
+    handle = _Handle(7)
+    handle.flags = flags
+    return (handle,)
+
+
+def _launch(driver: FakeDriver, kernel: Any, *sizes: Any) -> None:
+    *grid_and_block, shared_bytes, stream, places, extra = sizes
+    assert isinstance(kernel, _Handle)
+    assert len(grid_and_block) == 6
+    assert all(isinstance(each, int) for each in (*grid_and_block, shared_bytes, places))
+    assert extra == 0
+    place = ctypes.c_void_p.from_address(places).value
+    assert place is not None
+    driver.first_arguments.append(ctypes.c_int64.from_address(place).value)
+    driver.use_on(stream, "launch")
+
+
+def _allocate(driver: FakeDriver, size: int) -> tuple[Any]:
+    driver.mem_alloc(size)
+    return (_Handle(1 << 20),)
+
+
+def _pin(driver: FakeDriver, size: int) -> tuple[int]:
+    assert size <= 1 << 16
+    driver.pinned.append(driver._allocation("pin"))
+    return (driver.pinned[-1].__array_interface__["data"][0],)
+
+
+def _free(driver: FakeDriver, _at: Any) -> None:
+    driver.use("free")
+    driver.alive -= 1
+
+
+def _copy(name: str) -> Callable[..., None]:
+    def copy(driver: FakeDriver, to: int, source: int, size: int, stream: Any) -> None:
+        assert all(isinstance(each, int) for each in (to, source, size))
+        driver.use_on(stream, name)
+
+    return copy
+
+
+def _copy_planes(driver: FakeDriver, copy: Any, stream: Any) -> None:
+    ends = [
+        copy.srcDevice if copy.srcMemoryType == "device" else "host",
+        copy.dstDevice if copy.dstMemoryType == "device" else "host",
+    ]
+    assert all(isinstance(at, int) for at in (getattr(copy, "srcHost", 0), copy.srcPitch))
+    sizes = [*ends, copy.srcPitch, copy.dstPitch, copy.WidthInBytes, copy.Height]
+    driver.use_on(stream, f"planes {sizes}")
+
+
+def _load(driver: FakeDriver, image: int) -> tuple[Any]:
+    driver.module_from_buffer(ctypes.string_at(image) + b"\0")  # ends with a zero
+    return (_Handle(3),)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {
+    "cuInit": lambda *_: None,
+    "cuDeviceGet": lambda _, index: (_Handle(index),),
+    "cuDeviceGetName": lambda _, size, __: (b"a GPU".ljust(size, b"\0"),),
+    "cuDeviceGetAttribute": lambda driver, what, _: (
+        {"integrated": int(driver.integrated), "major": 11, "minor": 0}[what],
+    ),
+    "cuDevicePrimaryCtxRetain": _retain,
+    "cuDevicePrimaryCtxRelease": lambda driver, _: _release(driver),
+    "cuCtxPushCurrent": lambda driver, _: driver.stack.append(1),
+    "cuCtxPopCurrent": lambda driver: (driver.stack_pop(),),
+    "cuCtxSynchronize": lambda driver: driver.use("synchronize all"),
+    "cuStreamCreate": _stream,
+    "cuStreamSynchronize": lambda driver, _: driver.use("synchronize"),
+    "cuEventCreate": lambda driver, _: (driver.Event(),),
+    "cuEventRecord": lambda driver, _, stream: driver.use_on(stream, f"mark in {int(stream)}"),
+    "cuEventElapsedTime": lambda _, first, last: (first.time_till(last),),
+    "cuModuleLoadData": _load,
+    "cuModuleGetFunction": lambda _, __, name: (_Handle(len(name)),),
+    "cuLaunchKernel": _launch,
+    "cuMemAlloc": _allocate,
+    "cuMemAllocHost": _pin,
+    "cuMemFree": _free,
+    "cuMemFreeHost": _free,
+    "cuMemGetInfo": lambda driver: driver.mem_get_info(),
+    "cuMemsetD8Async": lambda driver, *given: driver.memset_d8_async(*given),
+    "cuMemcpyHtoDAsync": _copy("upload"),
+    "cuMemcpyDtoHAsync": _copy("download"),
+    "cuMemcpyDtoDAsync": _copy("copy"),
+    "cuMemcpy2DAsync": _copy_planes,
+}

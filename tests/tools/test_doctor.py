@@ -186,7 +186,7 @@ def test_a_gpu_without_edgellm_s_kernels_gives_the_reason(monkeypatch, sm, cuda_
     assert found.startswith(f"TensorRT 11.4.1; attention by TensorRT's operators, since {reason}")
 
 
-def test_a_board_without_pycuda_or_whole_attributes_gets_the_remedy(machine, monkeypatch):
+def test_a_board_without_cuda_python_or_whole_attributes_gets_the_remedy(machine, monkeypatch):
     """TensorRT compiles there, and its engines would not run."""
     trt = library()
     trt.__version__ = "10.13.3.9"
@@ -196,16 +196,16 @@ def test_a_board_without_pycuda_or_whole_attributes_gets_the_remedy(machine, mon
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     (found,) = _found(machine({}), "--backend tensorrt")
     assert (found.status, "through pycuda and cuda-python" in found.found) == (OK, True)
-    for missing, package in (("pycuda", "pycuda"), ("cuda", "cuda-python")):
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, missing, None)
-            for module in (f"{missing}.driver", "cuda.bindings.driver"):
-                without.setitem(sys.modules, module, None)
-            (found,) = _found(machine({}), "--backend tensorrt")
-        assert found.status == NOTE
-        assert "can be built, but not run" in found.found
-        assert found.remedy.startswith("pip install")
-        assert package in found.found or missing == "cuda"
+    sys.modules["cuda.bindings.driver"].CUdevice_attribute = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)
+    (found,) = _found(machine({}), "--backend tensorrt")
+    assert (found.status, "run through cuda-python" in found.found) == (OK, True)
+    with monkeypatch.context() as without:
+        for module in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+            without.setitem(sys.modules, module, None)
+        (found,) = _found(machine({}), "--backend tensorrt")
+    assert (found.status, found.remedy.startswith("pip install cuda-python")) == (NOTE, True)
+    assert "can be built, but not run: cuda-python is not usable here" in found.found
     trt = library(repeats=True)
     trt.__version__ = "10.13.3.9"
     (found,) = _found(machine({}), "--backend tensorrt")

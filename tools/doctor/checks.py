@@ -269,12 +269,14 @@ def _backend(name: str) -> Finding:
 def _require_bindings() -> str:
     """Return the packages that run engines; raises `EdgeLLMError` if one does not load."""
     from edgellm.device_runtime.runners.tensorrt.cuda.driver import import_bindings
+    from edgellm.device_runtime.runners.tensorrt.cuda.python_bindings import PythonBindings
 
     try:
-        import_bindings()
+        driver, _ = import_bindings()
     except EdgeLLMError as error:
         raise EdgeLLMError(f"engines can be built, but not run: {error}", hint=error.hint) from None
-    return "engines run through pycuda and cuda-python"
+    packages = "cuda-python" if isinstance(driver, PythonBindings) else "pycuda and cuda-python"
+    return f"engines run through {packages}"
 
 
 def _rewritten(name: str) -> str:

@@ -57,7 +57,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         BrokenArtifactError: compiled for another GPU or library (checked before the file is
             read), or rejected by the library.
         LimitError: the GPU has too little memory.
-        EdgeLLMError: pycuda or cuda-python is missing.
+        EdgeLLMError: cuda-python is missing.
     """
     from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
     from edgellm.device_runtime.runners.tensorrt.library.python_plugins import register

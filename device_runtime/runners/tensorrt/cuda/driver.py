@@ -1,6 +1,7 @@
 """Everything that edgellm asks of CUDA, through pycuda; graphs, which it lacks, by cuda-python.
 
-Both are handles of the driver's own: a stream of the one is a stream of the other.
+Both are handles of the driver's own: a stream of the one is a stream of the other. Without pycuda
+cuda-python does all (`python_bindings.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +35,19 @@ from edgellm.device_runtime.runners.tensorrt.cuda import gather, kv_compaction
 from edgellm.device_runtime.runners.tensorrt.cuda.kernels import LoadedKernels
 from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import WORD_BYTES
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.cuda.python_bindings import (
+    DriverError,
+    PythonBindings,
+)
 
 _log = logging.getLogger(__name__)
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, for which pycuda has no name
 _THREADS = 32  # of a block; a row of a cache has 8 to 32 words
 _GATHERING_THREADS = 256  # one of features has hundreds
-_HINT = f"{install('tensorrt')}, which needs the CUDA toolkit's headers"
+_HINT = (
+    "pip install cuda-python, before CUDA 13 (JetPack 6) 'cuda-python<13'; "
+    f"{install('tensorrt')} adds pycuda, which needs the CUDA toolkit's headers"
+)
 
 
 @functools.cache
@@ -47,7 +55,7 @@ def open_device() -> CudaDevice:
     """The first GPU; all engines of a process share its stream.
 
     Raises:
-        EdgeLLMError: pycuda, cuda-python or the driver is missing; says which.
+        EdgeLLMError: cuda-python or the driver is missing; says which.
     """
     driver, graphs = import_bindings()
     try:
@@ -63,23 +71,25 @@ def open_device() -> CudaDevice:
 
 
 def import_bindings() -> tuple[Any, Any]:
-    """`pycuda.driver` and `cuda.bindings.driver`, which run TensorRT's engines.
+    """`pycuda.driver`, or what takes its place, and `cuda.bindings.driver`.
 
     Raises:
-        EdgeLLMError: a package is missing, or does not load; says which.
+        EdgeLLMError: cuda-python is missing, or does not load.
     """
-    driver = _import("pycuda.driver", "pycuda")
+    graphs = _import_cuda_python()
     try:
-        return driver, _import("cuda.bindings.driver", "cuda-python")
-    except EdgeLLMError:
-        return driver, _import("cuda.cuda", "cuda-python")  # before cuda-python 12.6
+        return importlib.import_module("pycuda.driver"), graphs
+    except ImportError:
+        return PythonBindings(graphs), graphs
 
 
-def _import(module: str, package: str) -> Any:
+def _import_cuda_python() -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise EdgeLLMError(f"{package} is not usable here: {error}", hint=_HINT) from None
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("cuda.cuda")  # before cuda-python 12.6
+        raise EdgeLLMError(f"cuda-python is not usable here: {error}", hint=_HINT) from None
 
 
 def _stopped(error: Exception) -> EdgeLLMError:
@@ -139,9 +149,14 @@ class CudaDevice:
                 self._context.pop()
 
     def close(self) -> None:
-        """Give the context back, at the process's end; later pycuda warns that it cannot."""
+        """Detach pycuda from the context at the process's end; later it warns that it cannot.
+
+        The driver keeps the primary context: objects of TensorRT may be destroyed after this.
+        """
         self._is_closed = True
-        self._context.detach()
+        with contextlib.suppress(DriverError):
+            PythonBindings(self._graphs).Device(0).retain_primary_context()
+            self._context.detach()
 
     def _free(self, allocation: Any) -> None:
         if not (self._is_closed or sys.is_finalizing()):  # then the driver frees what there is

@@ -29,13 +29,13 @@ def specialize(trt: Any, engine: Any, device: Device, path: Path) -> Specialized
     """
     if not hasattr(trt, "DynamicShapesKernelSpecializationStrategy"):
         return None
-    return SpecializedKernels(trt, engine, device, path)
+    return SpecializedKernels(trt=trt, engine=engine, device=device, path=path)
 
 
 class SpecializedKernels:
     """A runtime configuration, and the runtime cache that it fills."""
 
-    def __init__(self, trt: Any, engine: Any, device: Device, path: Path) -> None:
+    def __init__(self, *, trt: Any, engine: Any, device: Device, path: Path) -> None:
         """Read the cache; the library ignores one of another version, GPU or driver."""
         self._device, self._path, self._saved_bytes = device, path, 0
         with device.current():
