@@ -235,6 +235,12 @@ class CompiledEngine(Protocol):
         """Device memory that a context of the profile needs while it runs."""
         ...
 
-    def new_context(self, profile: int, scratch: Buffer) -> Context:
-        """A context that computes in `scratch`, which others may use between its passes."""
+    def new_context(self, profile: int, scratch: Buffer, *, is_recorded: bool = False) -> Context:
+        """A context that computes in `scratch`, which others may use between its passes.
+
+        Args:
+            profile: kind of passes.
+            scratch: of `scratch_bytes`.
+            is_recorded: its passes have one shape, and may be recorded as a CUDA graph.
+        """
         ...

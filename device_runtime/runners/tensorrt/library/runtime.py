@@ -114,17 +114,18 @@ class LoadedEngine:
         """See `device.CompiledEngine`."""
         return max(int(self._engine.get_device_memory_size_for_profile_v2(profile)), 1)
 
-    def new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
+    def new_context(
+        self, profile: int, scratch: Buffer, *, is_recorded: bool = False
+    ) -> LoadedContext:
         """See `device.CompiledEngine`."""
-        with self._device.current():
-            return self._new_context(profile, scratch)
-
-    def _new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
+        given = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if self.kernels is not None:
-            context = self._engine.create_execution_context(self.kernels.config)
-        else:
-            strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-            context = self._engine.create_execution_context(strategy)
+            given = self.kernels.config(is_recorded=is_recorded)
+        with self._device.current():
+            return self._new_context(profile, scratch, given)
+
+    def _new_context(self, profile: int, scratch: Buffer, given: Any) -> LoadedContext:
+        context = self._engine.create_execution_context(given)
         if context is None:
             raise self._log.failure("TensorRT does not make an execution context")
         context.set_device_memory(scratch.address, scratch.num_bytes)

@@ -1,8 +1,8 @@
 """Kernels that TensorRT-RTX compiles for the shapes of a pass, on the machine that runs it.
 
 By default it compiles them in the background and runs slower kernels until then, which a CUDA
-graph would keep. Here it compiles them when a shape is first run, and its runtime cache keeps them
-for later processes.
+graph would keep. For passes that may be recorded it compiles them when the shape is first run; not
+for prompts, which have many shapes. Its runtime cache keeps them for later processes.
 """
 
 from __future__ import annotations
@@ -33,25 +33,31 @@ def specialize(trt: Any, engine: Any, device: Device, path: Path) -> Specialized
 
 
 class SpecializedKernels:
-    """A runtime configuration, and the runtime cache that it fills."""
+    """Runtime configurations, and the runtime cache that they fill."""
 
     def __init__(self, *, trt: Any, engine: Any, device: Device, path: Path) -> None:
         """Read the cache; the library ignores one of another version, GPU or driver."""
         self._device, self._path, self._saved_bytes = device, path, 0
+        strategies = trt.DynamicShapesKernelSpecializationStrategy
         with device.current():
-            self.config = engine.create_runtime_config()
-            eager = trt.DynamicShapesKernelSpecializationStrategy.EAGER
-            self.config.dynamic_shapes_kernel_specialization_strategy = eager
-            self.config.set_execution_context_allocation_strategy(
-                trt.ExecutionContextAllocationStrategy.USER_MANAGED
-            )
-            self._cache = self.config.create_runtime_cache()
+            configs = [engine.create_runtime_config() for _ in range(2)]
+            self._cache = configs[0].create_runtime_cache()
             with contextlib.suppress(OSError):
                 saved = path.read_bytes()
                 self._saved_bytes = len(saved) if self._cache.deserialize(saved) else 0
-            self.config.set_runtime_cache(self._cache)
+            for config, strategy in zip(configs, (strategies.EAGER, strategies.LAZY), strict=True):
+                config.dynamic_shapes_kernel_specialization_strategy = strategy
+                config.set_execution_context_allocation_strategy(
+                    trt.ExecutionContextAllocationStrategy.USER_MANAGED
+                )
+                config.set_runtime_cache(self._cache)
+        self._recorded, self._other = configs
         # Shapes of prompts come later. The device is closed after this, as it was opened before.
         atexit.register(_save, weakref.ref(self))
+
+    def config(self, *, is_recorded: bool) -> Any:
+        """What to make a context with, of passes that may be recorded or of others."""
+        return self._recorded if is_recorded else self._other
 
     def save(self) -> None:
         """Write the cache if it grew; a folder that cannot be written leaves it unsaved."""

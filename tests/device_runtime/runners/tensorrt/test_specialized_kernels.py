@@ -91,12 +91,14 @@ class Rtx:
         return runtime.load_engine(self, folder / "plan", self.device, {}, folder / "a" / "kernels")
 
 
-def test_contexts_have_kernels_of_their_shapes_at_once(tmp_path):
+def test_recorded_passes_have_kernels_of_their_shapes_at_once(tmp_path):
     """A CUDA graph would keep the slower ones that run until others are compiled."""
     rtx = Rtx()
     loaded = rtx.load(tmp_path)
-    loaded.new_context(0, rtx.device.allocate(1))
-    assert rtx.made == [(Strategy.EAGER, Allocation.USER_MANAGED, True)]
+    loaded.new_context(0, rtx.device.allocate(1), is_recorded=True)
+    loaded.new_context(0, rtx.device.allocate(1))  # of prompts, which have many shapes
+    given = Allocation.USER_MANAGED, True
+    assert rtx.made == [(Strategy.EAGER, *given), (Strategy.LAZY, *given)]
     assert not rtx.driver.stack
 
 
