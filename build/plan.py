@@ -102,6 +102,7 @@ class Estimate:
     device_bytes: int = 0  # memory of the GPU that runs it; 0: on a CPU, or no GPU here
     notes: tuple[str, ...] = ()  # layers that cost more than the bundle's precision implies
     adapter_bytes: int = 0  # LoRA slots on the GPU
+    build_remedy: str = ""  # of too little memory, besides quantizing the model
 
 
 @dataclass(frozen=True, slots=True)

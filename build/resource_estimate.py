@@ -141,12 +141,13 @@ def _needs(estimate: Estimate, engine: Path) -> list[Need]:
     device = estimate.device_bytes
     held = estimate.engine_bytes + estimate.kv_bytes + estimate.scratch_bytes
     held += estimate.adapter_bytes
+    remedy = estimate.build_remedy or "build on a machine with more memory"
     needs = [
         Need(
             "build memory",
             f"the build needs about {_size(peak)} of memory, {_size(memory)} are available"
             + (f": {_size(peak - memory)} are missing" if peak > memory else ""),
-            "quantize the model, or build on a machine with more memory" if peak > memory else "",
+            f"quantize the model, or {remedy}" if peak > memory else "",
         ),
         Need(
             "disk",

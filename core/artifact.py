@@ -298,7 +298,7 @@ def check_output_file(path: Path, *inputs: Path) -> None:
         raise EdgeLLMError(f"cannot write {path}: {error.strerror}") from None
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Replace the file (or the target of a link) atomically; lone surrogates become "?".
 
     Raises:
@@ -306,7 +306,8 @@ def replace_file(path: Path, text: str) -> None:
     """
     path = Path(os.path.realpath(path))  # a link to itself stays the link
     temporary = path.with_name(f".{path.name}.{time.time_ns()}")
-    content = text.encode("utf-8", errors="replace")
+    if isinstance(content, str):
+        content = content.encode("utf-8", errors="replace")
     with explain_full_disk(path.parent, num_bytes=len(content)):
         try:
             temporary.write_bytes(content)

@@ -168,6 +168,10 @@ def test_output_tokens_are_counted(eagle_pair, tmp_path, monkeypatch, speculativ
     maximum = steps.largest
     assert (maximum["waits"], maximum["captures"], maximum["allocations"]) == (1, 0, 0)
     assert 0 < maximum["bytes_down"] <= GOALS["drafted" if speculative else "plain"][1]
+    page = (Path(__file__).parents[1] / "docs" / "gpu-proof.md").read_text("utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith("| bytes back |"))
+    told = row.split("|")[2 + speculative].strip().replace(",", "")
+    assert maximum["bytes_down"] == int(told)  # of a round of 12 nodes
     assert maximum["graphs"] == 1 if not speculative else maximum["graphs"] > 1
     assert steps.gpu_ms > 0
     assert steps.tokens < len(steps.token_ids) == 40

@@ -25,7 +25,7 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
     lacking_kinds,
     temporary_weights,
 )
-from edgellm.build.tensorrt.memory_estimate import Sizes, estimate_graphs
+from edgellm.build.tensorrt.memory_estimate import FullCompiler, Sizes, estimate_graphs
 from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
 from edgellm.build.tensorrt.profiles import Pass, passes_of
@@ -42,6 +42,7 @@ from edgellm.core.model_spec import DraftSpec, KVCacheSpec, VisionSpec, cache_by
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, if not the role's name
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
@@ -122,12 +123,22 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         device_bytes=_device_bytes(options),
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
+        full=_full_compiler(target.library, options),
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
     if places is None:
         return found
     adapters = places.num_bytes(by_role[DECODER].graph, _dtype(bundle.dtype))
     return dataclasses.replace(found, adapter_bytes=adapters)
+
+
+def _full_compiler(library: Library, options: TensorRtOptions) -> FullCompiler | None:
+    """None of TensorRT-RTX, which `memory_estimate` was measured with."""
+    if library.is_ahead_of_time:
+        return None
+    return FullCompiler(
+        maps_weights=library.maps_weights, workspace_bytes=options.workspace_mib << 20
+    )
 
 
 def _plan_cache(models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan) -> CachePlan | None:

@@ -1,7 +1,8 @@
 """Estimated sizes of an engine before compilation.
 
 Weights keep their stored type, floats get the activations' type. The constants were measured with
-TensorRT-RTX 1.7 (`python benchmarks/export.py tensorrt`).
+TensorRT-RTX 1.7 (`python benchmarks/export.py tensorrt`). Full TensorRT takes more: its copies of
+the weights are from reports (TensorRT-Edge-LLM issues 30 and 105), not measured.
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ _COMPILER_BYTES = 330 << 20  # interpreter, compilation of kernels, 200 MB to wr
 _LAYER_BYTES = 2 << 20  # of the compiler's own graphs, for each attention
 _COPIES_OF_4_BITS = 1.3  # more than one: these are repacked
 _KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
+_COPIES = 3  # of the weights in full TensorRT, whose reports name 3 to 4
+_PARSED_COPIES = 4  # if the parser reads the file and holds a copy, too
+_LARGER_BOARD = (
+    "build on a machine with more memory, the same TensorRT and a GPU of the same compute "
+    "capability (an AGX Orin for an Orin Nano)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +43,25 @@ class Sizes:
     device_bytes: int = 0  # memory of the GPU, 0 if it is not here
     fallback: str = ""  # precision of weights whose kind is `lacking`
     lacking: frozenset[str] = frozenset()
+    full: FullCompiler | None = None  # None: TensorRT-RTX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullCompiler:
+    """Full TensorRT, as far as the memory of a build depends on it."""
+
+    maps_weights: bool  # its parser takes their addresses
+    workspace_bytes: int = 0  # the limit of its scratch memory; 0: no limit
+
+    @property
+    def remedy(self) -> str:
+        """What to do if a build needs too much memory."""
+        if self.workspace_bytes:
+            return f"{_LARGER_BOARD}, or give a smaller --workspace"
+        return (
+            f"{_LARGER_BOARD}, and limit TensorRT's scratch memory, which is not counted here, "
+            "with --workspace 256"
+        )
 
 
 def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) -> Estimate:
@@ -46,8 +72,8 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         weights = sum({**tables, **linears}.values())  # a tied head is in both
         attentions = sum(node.op_type == "Attention" for node in model.graph)
         engine += weights + _KERNEL_BYTES * sizes.passes
-        working = int(_COPIES_OF_4_BITS * _bytes_of_4_bits(model))
-        peak = max(peak, weights + working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
+        working = _weight_copies(model, weights, sizes.full)
+        peak = max(peak, working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
         decode += sum(linears.values())
         scratch = max(scratch, _scratch_bytes(model, dtype, sizes))
     return Estimate(
@@ -59,7 +85,16 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         scratch_bytes=scratch,
         device_bytes=sizes.device_bytes,
         notes=tuple(note for model in models for note in notes_of_blocks(model)),
+        build_remedy=sizes.full.remedy if sizes.full else "",
     )
+
+
+def _weight_copies(model: ir.Model, weights: int, full: FullCompiler | None) -> int:
+    """Bytes of a compiler's copies of the weights, and of its scratch memory."""
+    if full is None:
+        return weights + int(_COPIES_OF_4_BITS * _bytes_of_4_bits(model))
+    copies = _COPIES if full.maps_weights else _PARSED_COPIES
+    return copies * weights + full.workspace_bytes
 
 
 def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:

@@ -195,6 +195,9 @@ class FakeDevice(FakePlanes):
         for work in queue:
             work()
 
+    def synchronize_all(self) -> None:
+        self.synchronize()
+
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         self._refuse_in_capture("capture")
         self._capturing = []
@@ -266,11 +269,15 @@ class FakeEngine:
     def scratch_bytes(self, profile: int) -> int:
         return 1000 * (profile + 1)
 
-    def new_context(self, profile: int, scratch: FakeBuffer) -> FakeContext:
+    def new_context(
+        self, profile: int, scratch: FakeBuffer, *, is_recorded: bool = False
+    ) -> FakeContext:
         if scratch.num_bytes < self.scratch_bytes(profile):
             raise GpuMisuseError("a context needs more scratch memory")
         self._device.contexts += 1
-        return FakeContext(self, self._device, profile, scratch.address)
+        made = FakeContext(self, self._device, profile, scratch.address)
+        made.may_be_recorded = is_recorded
+        return made
 
 
 class FakeContext:
@@ -284,6 +291,7 @@ class FakeContext:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
         self._was_run = self._is_recorded = False
+        self.may_be_recorded = False
 
     def set_shape(self, name: str, shape: Sequence[int]) -> None:
         if self._is_recorded:
@@ -327,6 +335,8 @@ class FakeContext:
         if self._device.is_capturing:
             if not self._was_run:
                 raise GpuMisuseError("recorded before it ran with these shapes")
+            if not self.may_be_recorded:
+                raise GpuMisuseError("recorded with kernels that TensorRT-RTX would replace")
             self._is_recorded = True
         self._was_run = True
         self._device.ask_pass(lambda: self._compute(shapes, addresses))

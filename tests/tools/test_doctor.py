@@ -88,6 +88,8 @@ def test_a_machine_without_gpu_gets_a_note(machine):
 
 def test_an_orin_with_jetpack_6_is_supported(machine):
     files = {"etc/nv_tegra_release": ORIN_6, "proc/device-tree/model": "NVIDIA Jetson Orin NX\0"}
+    modes = ["0 NAME=MAXN", "1 NAME=10W", "2 NAME=15W", "3 NAME=25W"]
+    files["etc/nvpmodel.conf"] = "".join(f"< POWER_MODEL ID={mode} >\n" for mode in modes)
     here = machine(files, nvpmodel="echo 'NV Power Mode: 15W\n2'")
     (pack,), (power,) = _found(here, "JetPack"), _found(here, "power mode")
     assert pack.status == OK
@@ -97,6 +99,25 @@ def test_an_orin_with_jetpack_6_is_supported(machine):
     )
     assert (power.status, power.remedy) == (NOTE, "sudo nvpmodel -m 0 && sudo jetson_clocks")
     assert not _found(here, "GPU")  # Jetson boards get no GPU finding
+
+
+@pytest.mark.parametrize(
+    ("modes", "number"),
+    [
+        (("15W", "25W", "MAXN_SUPER", "7W"), 2),  # an Orin Nano with JetPack 6.2
+        (("15W", "7W"), 0),  # before
+        (("7W", "15W"), 1),
+    ],
+)
+def test_the_fastest_power_mode_depends_on_the_board(machine, modes, number):
+    lines = [
+        f"< POWER_MODEL ID={at} NAME={name} >\nCPU_ONLINE CORE_0 1" for at, name in enumerate(modes)
+    ]
+    files = {"etc/nvpmodel.conf": "\n".join(["# <POWER_MODEL ID=id_num NAME=mode_name>", *lines])}
+    (power,) = _found(machine(files, nvpmodel="echo 'NV Power Mode: 7W'"), "power mode")
+    assert power.remedy == f"sudo nvpmodel -m {number} && sudo jetson_clocks"
+    (power,) = _found(machine({"etc/nvpmodel.conf": ""}), "power mode")
+    assert "/etc/nvpmodel.conf" in power.remedy
 
 
 def test_a_thor_with_little_memory_is_a_fault(machine):
@@ -165,7 +186,7 @@ def test_a_gpu_without_edgellm_s_kernels_gives_the_reason(monkeypatch, sm, cuda_
     assert found.startswith(f"TensorRT 11.4.1; attention by TensorRT's operators, since {reason}")
 
 
-def test_a_board_without_pycuda_or_whole_attributes_gets_the_remedy(machine, monkeypatch):
+def test_a_board_without_cuda_python_or_whole_attributes_gets_the_remedy(machine, monkeypatch):
     """TensorRT compiles there, and its engines would not run."""
     trt = library()
     trt.__version__ = "10.13.3.9"
@@ -175,16 +196,16 @@ def test_a_board_without_pycuda_or_whole_attributes_gets_the_remedy(machine, mon
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     (found,) = _found(machine({}), "--backend tensorrt")
     assert (found.status, "through pycuda and cuda-python" in found.found) == (OK, True)
-    for missing, package in (("pycuda", "pycuda"), ("cuda", "cuda-python")):
-        with monkeypatch.context() as without:
-            without.setitem(sys.modules, missing, None)
-            for module in (f"{missing}.driver", "cuda.bindings.driver"):
-                without.setitem(sys.modules, module, None)
-            (found,) = _found(machine({}), "--backend tensorrt")
-        assert found.status == NOTE
-        assert "can be built, but not run" in found.found
-        assert found.remedy.startswith("pip install")
-        assert package in found.found or missing == "cuda"
+    sys.modules["cuda.bindings.driver"].CUdevice_attribute = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pycuda.driver", None)
+    (found,) = _found(machine({}), "--backend tensorrt")
+    assert (found.status, "run through cuda-python" in found.found) == (OK, True)
+    with monkeypatch.context() as without:
+        for module in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+            without.setitem(sys.modules, module, None)
+        (found,) = _found(machine({}), "--backend tensorrt")
+    assert (found.status, found.remedy.startswith("pip install cuda-python")) == (NOTE, True)
+    assert "can be built, but not run: cuda-python is not usable here" in found.found
     trt = library(repeats=True)
     trt.__version__ = "10.13.3.9"
     (found,) = _found(machine({}), "--backend tensorrt")

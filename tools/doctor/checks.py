@@ -160,7 +160,7 @@ def _power(machine: Machine) -> Iterator[Finding]:
             what="power mode",
             status=NOTE,
             found=f"{mode[1]} limits the clocks",
-            remedy="sudo nvpmodel -m 0 && sudo jetson_clocks",
+            remedy=_fastest_mode(machine),
         )
     governor = machine.read("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     if governor is not None and governor.strip() == "powersave":
@@ -170,6 +170,27 @@ def _power(machine: Machine) -> Iterator[Finding]:
             found="the governor is powersave",
             remedy="sudo cpupower frequency-set -g performance",
         )
+
+
+def _fastest_mode(machine: Machine) -> str:
+    """The command for the board's fastest power mode, whose number differs by board."""
+    modes = re.findall(
+        r"^<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>",
+        machine.read("etc/nvpmodel.conf") or "",
+        flags=re.MULTILINE,
+    )
+    if not modes:
+        return "choose MAXN of the list in /etc/nvpmodel.conf: sudo nvpmodel -m NUMBER"
+    number, _ = max(modes, key=lambda mode: _watts(mode[1]))
+    return f"sudo nvpmodel -m {number} && sudo jetson_clocks"
+
+
+def _watts(mode: str) -> float:
+    """Power of a mode by its name, MODE_15W; MAXN has no limit."""
+    if "MAXN" in mode.upper():
+        return float("inf")
+    found = re.search(r"(\d+)W", mode.upper())
+    return float(found[1]) if found else 0.0
 
 
 def _packages() -> Iterator[Finding]:
@@ -248,12 +269,14 @@ def _backend(name: str) -> Finding:
 def _require_bindings() -> str:
     """Return the packages that run engines; raises `EdgeLLMError` if one does not load."""
     from edgellm.device_runtime.runners.tensorrt.cuda.driver import import_bindings
+    from edgellm.device_runtime.runners.tensorrt.cuda.python_bindings import PythonBindings
 
     try:
-        import_bindings()
+        driver, _ = import_bindings()
     except EdgeLLMError as error:
         raise EdgeLLMError(f"engines can be built, but not run: {error}", hint=error.hint) from None
-    return "engines run through pycuda and cuda-python"
+    packages = "cuda-python" if isinstance(driver, PythonBindings) else "pycuda and cuda-python"
+    return f"engines run through {packages}"
 
 
 def _rewritten(name: str) -> str:

@@ -38,7 +38,7 @@ class Events(Protocol):
 
 
 class CudaEvents:
-    """See `Events`; pycuda's, as the runtime's memory and stream are."""
+    """See `Events`; those of the library that the runtime's memory and stream are from."""
 
     def __init__(self, device: cuda.CudaDevice) -> None:
         self._device = device
@@ -233,26 +233,24 @@ def peak_bandwidth(clock_khz: int, bus_bits: int) -> float:
 
 def measured_bandwidths() -> dict[str, float]:
     """Return GB/s of the first GPU's memory, by its attributes and by a copy."""
-    import pycuda.driver as driver
-
     device = cuda.open_device()
     with device.current():
-        return _bandwidths(device, driver)
+        return _bandwidths(device)
 
 
-def _bandwidths(device: cuda.CudaDevice, driver: Any) -> dict[str, float]:
-    gpu, attributes = driver.Device(0), driver.device_attribute
+def _bandwidths(device: cuda.CudaDevice) -> dict[str, float]:
+    gpu, attributes = device._gpu, device._driver.device_attribute
     clock, bus = (
         gpu.get_attribute(attribute)
         for attribute in (attributes.MEMORY_CLOCK_RATE, attributes.GLOBAL_MEMORY_BUS_WIDTH)
     )
     source, target = (device.allocate(_COPIED_BYTES) for _ in range(2))
-    first, last = driver.Event(), driver.Event()
+    events, first, last = CudaEvents(device), None, None
     for count in (1, _COPIES):  # the first is not counted
-        first.record()
+        first = events.record(first)
         for _ in range(count):
-            driver.memcpy_dtod_async(target.address, source.address, _COPIED_BYTES)
-        last.record()
-        last.synchronize()
-    copied = 2 * _COPIES * _COPIED_BYTES / (first.time_till(last) * 1e-3) / 1e9
+            device.copy(target.address, source.address, _COPIED_BYTES)
+        last = events.record(last)
+        device.synchronize()
+    copied = 2 * _COPIES * _COPIED_BYTES / (events.between_ms(first, last) * 1e-3) / 1e9
     return {"attributes": peak_bandwidth(clock, bus), "copy": copied}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgellm.core.artifact import cache_folder
 from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
@@ -56,7 +57,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         BrokenArtifactError: compiled for another GPU or library (checked before the file is
             read), or rejected by the library.
         LimitError: the GPU has too little memory.
-        EdgeLLMError: pycuda or cuda-python is missing.
+        EdgeLLMError: cuda-python is missing.
     """
     from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
     from edgellm.device_runtime.runners.tensorrt.library.python_plugins import register
@@ -76,8 +77,12 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
             for layer in layers
             for part in ("key", "value")
         }
-        loaded = load_engine(trt, folder / graphs[0].path, device, caches)
+        plan = graphs[0].path
+        compiled = cache_folder() / "tensorrt" / f"{engine.files[plan].sha256[:32]}.kernels"
+        loaded = load_engine(trt, folder / plan, device, caches, compiled)
         opened[role] = runner_of(role, engine, loaded, device)
+        if loaded.kernels is not None:
+            loaded.kernels.save()
     return opened
 
 

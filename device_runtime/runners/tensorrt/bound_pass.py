@@ -247,7 +247,7 @@ class PassRunner:
     def _context(self, profile: int, *, keep: bool) -> Context:
         # A graph depends on its context's shapes, so a context is recorded at most once.
         if keep:
-            return self._engine.new_context(profile, self._scratch)
+            return self._engine.new_context(profile, self._scratch, is_recorded=True)
         if profile not in self._contexts:
             self._contexts[profile] = self._engine.new_context(profile, self._scratch)
         return self._contexts[profile]

@@ -10,6 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from edgellm.build import resource_estimate
+from edgellm.build.plan import Plan
 from edgellm.build.tensorrt import target
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.profiles import Pass
@@ -17,6 +19,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     EdgeLLMError,
 )
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
@@ -47,6 +50,21 @@ def test_a_missing_library_is_reported(pretend):
     with pytest.raises(EdgeLLMError, match="tensorrt is not installed; tensorrt_rtx is not") as err:
         trt_import.find_library()
     assert "pip install 'edgellm[tensorrt-rtx]'" in err.value.hint
+
+
+def test_a_board_without_its_dla_compiler_gets_the_remedy(pretend, monkeypatch):
+    """As in a container without NVIDIA's runtime; pip cannot help."""
+    pretend()
+    said = "libnvdla_compiler.so: cannot open shared object file: No such file or directory"
+
+    def load(name: str) -> None:
+        raise ImportError(said) if name == "tensorrt" else ModuleNotFoundError(name)
+
+    monkeypatch.setattr(trt_import.importlib, "import_module", load)
+    with pytest.raises(EdgeLLMError, match=f"tensorrt cannot be loaded: {said}") as caught:
+        trt_import.find_library()
+    assert "nvidia-l4t-dla-compiler" in caught.value.hint
+    assert "pip" not in caught.value.hint
 
 
 def test_auto_chooses_tensorrt_on_its_gpus_only(pretend):
@@ -107,6 +125,34 @@ def test_drivers_older_than_the_library_are_rejected(pretend, monkeypatch, drive
 )
 def test_a_gpu_has_several_spellings(text, sm):
     assert target.parse_sm(text) == sm
+
+
+def test_full_tensorrt_takes_several_copies_of_the_weights(
+    pretend, tiny_bundle, tmp_path, monkeypatch
+):
+    """As reports of its builds say; else the system ends a build that fits by the estimate."""
+    full, bundle = _module("tensorrt", "10.16.2.10"), load_bundle(tiny_bundle, LLM_BUNDLE)
+    pretend(full=full, sm=87)
+    monkeypatch.setattr(resource_estimate, "available_memory_bytes", lambda: 1000)
+
+    def predict(parser: object, workspace_mib: int = 0) -> tuple[int, str]:
+        full.OnnxParser = parser
+        options = TensorRtOptions(workspace_mib=workspace_mib)
+        plan = Plan(max_input_len=16, kv_capacity=32, threads=1, prefill="auto", options=options)
+        found = resource_estimate.predict(tiny_bundle, bundle, plan, "tensorrt", tmp_path / "e")
+        (need,) = (need for need in found.needs if need.what == "build memory")
+        return found.estimate.peak_build_bytes, need.remedy
+
+    mapped, remedy = predict(SimpleNamespace(load_initializer=None))
+    weights = predict(SimpleNamespace())[0] - mapped  # its parser has a copy, too
+    assert weights == pytest.approx((tiny_bundle / "model.weights").stat().st_size, rel=0.1)
+    limited, other = predict(SimpleNamespace(load_initializer=None), workspace_mib=256)
+    assert limited - mapped == 256 << 20
+    own = mapped - 3 * weights
+    assert own == pytest.approx(340e6, rel=0.1)
+    assert "(an AGX Orin for an Orin Nano)" in remedy
+    assert "--workspace 256" in remedy
+    assert "a smaller --workspace" in other
 
 
 MANIFEST = SimpleNamespace(

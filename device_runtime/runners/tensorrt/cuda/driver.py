@@ -1,10 +1,12 @@
 """Everything that edgellm asks of CUDA, through pycuda; graphs, which it lacks, by cuda-python.
 
-Both are handles of the driver's own: a stream of the one is a stream of the other.
+Both are handles of the driver's own: a stream of the one is a stream of the other. Without pycuda
+cuda-python does all (`python_bindings.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -33,11 +35,19 @@ from edgellm.device_runtime.runners.tensorrt.cuda import gather, kv_compaction
 from edgellm.device_runtime.runners.tensorrt.cuda.kernels import LoadedKernels
 from edgellm.device_runtime.runners.tensorrt.cuda.kv_compaction import WORD_BYTES
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.cuda.python_bindings import (
+    DriverError,
+    PythonBindings,
+)
 
 _log = logging.getLogger(__name__)
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING, for which pycuda has no name
 _THREADS = 32  # of a block; a row of a cache has 8 to 32 words
 _GATHERING_THREADS = 256  # one of features has hundreds
-_HINT = f"{install('tensorrt')}, which needs the CUDA toolkit's headers"
+_HINT = (
+    "pip install cuda-python, before CUDA 13 (JetPack 6) 'cuda-python<13'; "
+    f"{install('tensorrt')} adds pycuda, which needs the CUDA toolkit's headers"
+)
 
 
 @functools.cache
@@ -45,7 +55,7 @@ def open_device() -> CudaDevice:
     """The first GPU; all engines of a process share its stream.
 
     Raises:
-        EdgeLLMError: pycuda, cuda-python or the driver is missing; says which.
+        EdgeLLMError: cuda-python or the driver is missing; says which.
     """
     driver, graphs = import_bindings()
     try:
@@ -55,27 +65,35 @@ def open_device() -> CudaDevice:
         raise EdgeLLMError(
             f"the NVIDIA driver does not work: {error}", hint="edgellm-doctor says more"
         ) from None
-    return CudaDevice(driver, graphs, gpu)
+    device = CudaDevice(driver, graphs, gpu)
+    atexit.register(device.close)
+    return device
 
 
 def import_bindings() -> tuple[Any, Any]:
-    """`pycuda.driver` and `cuda.bindings.driver`, which run TensorRT's engines.
+    """`pycuda.driver`, or what takes its place, and `cuda.bindings.driver`.
 
     Raises:
-        EdgeLLMError: a package is missing, or does not load; says which.
+        EdgeLLMError: cuda-python is missing, or does not load.
     """
-    driver = _import("pycuda.driver", "pycuda")
+    graphs = _import_cuda_python()
     try:
-        return driver, _import("cuda.bindings.driver", "cuda-python")
-    except EdgeLLMError:
-        return driver, _import("cuda.cuda", "cuda-python")  # before cuda-python 12.6
+        return importlib.import_module("pycuda.driver"), graphs
+    except ImportError:
+        return PythonBindings(graphs), graphs
 
 
-def _import(module: str, package: str) -> Any:
+def _import_cuda_python() -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise EdgeLLMError(f"{package} is not usable here: {error}", hint=_HINT) from None
+        with contextlib.suppress(ImportError):
+            return importlib.import_module("cuda.cuda")  # before cuda-python 12.6
+        raise EdgeLLMError(f"cuda-python is not usable here: {error}", hint=_HINT) from None
+
+
+def _stopped(error: Exception) -> EdgeLLMError:
+    return EdgeLLMError(f"the GPU stopped working: {error}", hint="edgellm-doctor says more")
 
 
 class _Memory:
@@ -102,13 +120,14 @@ class CudaDevice:
         """Make a stream in the primary context."""
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
         self._context, self._depth = gpu.retain_primary_context(), _Depth()
-        self._can_capture, self._is_capturing = True, False
+        self._can_capture, self._is_capturing, self._is_closed = True, False, False
         self._unused: deque[Any] = deque()  # allocations to be freed
         with self.current():
             self._open()
 
     def _open(self) -> None:
-        self._stream = self._driver.Stream()
+        # The legacy stream waits for no work of this stream, and this one for none of its.
+        self._stream = self._driver.Stream(_NON_BLOCKING)
         self._move_rows = self._kernel(kv_compaction.PTX, kv_compaction.KERNEL, "PPiiqi")
         self._append_rows = self._kernel(kv_append.PTX, kv_append.KERNEL, "PPPiiqqi")
         self._gather_rows = self._kernel(gather.PTX, gather.KERNEL, "PPPi")
@@ -129,8 +148,18 @@ class CudaDevice:
             if is_outermost:
                 self._context.pop()
 
+    def close(self) -> None:
+        """Detach pycuda from the context at the process's end; later it warns that it cannot.
+
+        The driver keeps the primary context: objects of TensorRT may be destroyed after this.
+        """
+        self._is_closed = True
+        with contextlib.suppress(DriverError):
+            PythonBindings(self._graphs).Device(0).retain_primary_context()
+            self._context.detach()
+
     def _free(self, allocation: Any) -> None:
-        if not sys.is_finalizing():  # then pycuda frees what there is
+        if not (self._is_closed or sys.is_finalizing()):  # then the driver frees what there is
             self._unused.append(allocation)
             self._free_unused()
 
@@ -292,8 +321,8 @@ class CudaDevice:
 
     def _copy(self, copy: Any) -> None:
         with self.current():
+            copy(self._stream)
             self.synchronize()
-            copy(aligned=False)
 
     def _planewise(self, planes: Planes, num_bytes: int) -> Any:
         copy = self._driver.Memcpy2D()
@@ -308,9 +337,15 @@ class CudaDevice:
             if self._indices is not None:
                 self._indices.waited()
         except self._driver.Error as error:
-            raise EdgeLLMError(
-                f"the GPU stopped working: {error}", hint="edgellm-doctor says more"
-            ) from None
+            raise _stopped(error) from None
+
+    def synchronize_all(self) -> None:
+        """See `device.Device`."""
+        try:
+            with self.current():
+                self._driver.Context.synchronize()
+        except self._driver.Error as error:
+            raise _stopped(error) from None
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """See `device.Device`."""

@@ -1,7 +1,8 @@
 """What a session asks of a GPU and of a loaded engine; `cuda.py` and `runtime.py` answer it.
 
 All work goes to one stream and runs in the order in which it was asked for. The host waits only
-in `synchronize`.
+in `synchronize`. The stream does not synchronize with the legacy stream, which libraries may use:
+`synchronize_all` waits for their work.
 """
 
 from __future__ import annotations
@@ -167,6 +168,10 @@ class Device(Protocol):
         """Wait for everything that was asked for."""
         ...
 
+    def synchronize_all(self) -> None:
+        """Wait for all work on the GPU, also for that of libraries on streams of their own."""
+        ...
+
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Record what `enqueue` asks for, as a CUDA graph; the result asks for all of it again.
 
@@ -230,6 +235,12 @@ class CompiledEngine(Protocol):
         """Device memory that a context of the profile needs while it runs."""
         ...
 
-    def new_context(self, profile: int, scratch: Buffer) -> Context:
-        """A context that computes in `scratch`, which others may use between its passes."""
+    def new_context(self, profile: int, scratch: Buffer, *, is_recorded: bool = False) -> Context:
+        """A context that computes in `scratch`, which others may use between its passes.
+
+        Args:
+            profile: kind of passes.
+            scratch: of `scratch_bytes`.
+            is_recorded: its passes have one shape, and may be recorded as a CUDA graph.
+        """
         ...

@@ -1,8 +1,9 @@
 """Edgellm's kernels as plugins in Python, for a TensorRT before 10.9: it takes none that bring one.
 
 A plan then names its plugins, which must be registered before it is loaded: `llm_build` and the
-runtime do. When a pass runs, TensorRT calls `enqueue`, which launches the kernel's PTX; a pass that
-is recorded as a CUDA graph does so once. Interfaces as the docstrings of the bindings of 10.3 say.
+runtime do. A kernel's PTX is loaded when a node is configured for a build, or attached to a context
+of an engine. When a pass runs, TensorRT calls `enqueue`, which only launches: a graph may be
+recorded, in a build too. Interfaces as the docstrings of the bindings of 10.3 say.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.kernels.triton import prebuilt
-from edgellm.device_runtime.runners.tensorrt.cuda.launch import DriverLaunch
+from edgellm.device_runtime.runners.tensorrt.cuda.launch import DriverKernels, Launch
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     GIVEN,
     NAMESPACE,
@@ -33,17 +34,16 @@ _NO_DATA = np.zeros(0, np.int8)
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 _find = functools.cache(prebuilt.find)
 _registered: list[Any] = []  # creators, of which TensorRT keeps addresses
-# A kernel, its grid, its arguments and the stream that it is launched on.
-Start = Callable[[prebuilt.Compiled, tuple[int, int, int], Sequence[int], int], None]
+Load = Callable[[prebuilt.Compiled], Launch]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A plugin in a library, and what launches its kernel."""
+    """A plugin in a library, and what loads its kernel."""
 
     trt: Any
     plugin: Plugin
-    start: Start
+    load: Load
 
     def fields(self, data: NDArray[np.int8]) -> Any:
         """A node's attribute. TensorRT keeps the address of `data`, which must outlive it."""
@@ -51,22 +51,22 @@ class _Kind:
         return self.trt.PluginFieldCollection([field])
 
 
-def register(trt: Any, start: Start | None = None) -> None:
+def register(trt: Any, load: Load | None = None) -> None:
     """Make the plugins known to TensorRT, once.
 
     Args:
         trt: the module `tensorrt`.
-        start: what launches a kernel; the NVIDIA driver, if nothing is said.
+        load: what loads a kernel (default: the NVIDIA driver).
 
     Raises:
         EdgeLLMError: see `require_attributes`.
     """
     require_attributes(trt)
     registry = trt.get_plugin_registry()
-    start = start or DriverLaunch()
+    load = load or DriverKernels().load
     for plugin in PLUGINS:
         if registry.get_creator(plugin.name, _VERSION, NAMESPACE) is None:
-            creator = _creator(_Kind(trt, plugin, start))
+            creator = _creator(_Kind(trt, plugin, load))
             registry.register_creator(creator, NAMESPACE)
             _registered.append(creator)
 
@@ -105,24 +105,36 @@ class _Node:
         self._kind, self._text, self._given = kind, text, json.loads(text)
         self._data = np.frombuffer(text.encode(), np.int8)  # the fields have its address only
         self._fields = kind.fields(self._data)
+        self._launch: Launch | None = None
 
     def get_capability_interface(self, _kind: Any) -> Any:
         return self
 
     def clone(self) -> Any:
         # The classes made of this one know their kind.
-        return type(self)(self._text)  # type: ignore[call-arg]
+        copied = type(self)(self._text)  # type: ignore[call-arg]
+        copied._launch = self._launch
+        return copied
 
     def attach_to_context(self, _context: Any) -> Any:
-        return self.clone()
+        attached = self.clone()
+        attached._load()
+        return attached
+
+    def _load(self) -> None:
+        """Load the kernel, before TensorRT may record a CUDA graph."""
+        variant = self._kind.plugin.launch(_NUMBERS, self._dummies(), self._given).variant
+        self._launch = self._kind.load(_find(variant, self._given["capability"]))
 
     def get_fields_to_serialize(self) -> Any:
         return self._fields
 
+    def _dummies(self) -> Shapes:
+        """Shapes of the inputs, where types or the kernel alone are asked for."""
+        return dict.fromkeys(self._kind.plugin.inputs, (1, 1, 1))
+
     def get_output_data_types(self, _types: Sequence[Any]) -> list[Any]:
-        plugin = self._kind.plugin
-        dummies = dict.fromkeys(plugin.inputs, (1, 1, 1))
-        found = plugin.outputs(_NUMBERS, dummies, self._given)
+        found = self._kind.plugin.outputs(_NUMBERS, self._dummies(), self._given)
         return [getattr(self._kind.trt, dtype) for dtype, _ in found]
 
     def get_output_shapes(self, inputs: Sequence[Any], _sizes: Any, builder: Any) -> list[Any]:
@@ -137,7 +149,7 @@ class _Node:
         return fits and found.format == self._kind.trt.TensorFormat.LINEAR
 
     def configure_plugin(self, _inputs: Any, _outputs: Any) -> None:
-        pass
+        self._load()
 
     def on_shape_change(self, _inputs: Any, _outputs: Any) -> None:
         pass
@@ -161,9 +173,9 @@ class _Node:
         stream: int,
     ) -> None:
         shapes = _named(self._kind.plugin, [each.dims for each in inputs_as])
-        launch = self._kind.plugin.launch(_NUMBERS, shapes, self._given)
-        compiled = _find(launch.variant, self._given["capability"])
-        self._kind.start(compiled, launch.grid, [*inputs, *launch.sizes, *outputs], stream)
+        found = self._kind.plugin.launch(_NUMBERS, shapes, self._given)
+        assert self._launch is not None, "TensorRT runs nodes that it configured or attached"
+        self._launch(found.grid, [*inputs, *found.sizes, *outputs], stream)
 
 
 def _named(plugin: Plugin, shapes: Sequence[Any]) -> Shapes:

@@ -16,9 +16,15 @@ from edgellm.core.errors import (
 from edgellm.core.graph_io import CACHE_TABLE
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, TensorInfo
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
+from edgellm.device_runtime.runners.tensorrt.library.specialized_kernels import (
+    SpecializedKernels,
+    specialize,
+)
 
 
-def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str]) -> LoadedEngine:
+def load_engine(
+    trt: Any, path: Path, device: Device, caches: Mapping[str, str], compiled: Path
+) -> LoadedEngine:
     """Read a plan file, whose origin was compared with this machine before.
 
     Args:
@@ -27,6 +33,7 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
         device: where its weights go.
         caches: outputs that must lie where an input lies, and that input; an engine that takes
             a table of caches has none.
+        compiled: file of kernels that the library compiles while the engine runs, if it does.
 
     Raises:
         BrokenArtifactError: the library refuses the file.
@@ -58,16 +65,27 @@ def load_engine(trt: Any, path: Path, device: Device, caches: Mapping[str, str])
                     f"{path} does not update {wanted} in place",
                     hint="build the engine again with this TensorRT",
                 )
-    return LoadedEngine(trt=trt, runtime=runtime, engine=engine, device=device, log=log)
+    kernels = specialize(trt, engine, device, compiled)
+    return LoadedEngine(
+        trt=trt, runtime=runtime, engine=engine, device=device, log=log, kernels=kernels
+    )
 
 
 class LoadedEngine:
     """See `device.CompiledEngine`."""
 
     def __init__(
-        self, *, trt: Any, runtime: Any, engine: Any, device: Device, log: LibraryLog
+        self,
+        *,
+        trt: Any,
+        runtime: Any,
+        engine: Any,
+        device: Device,
+        log: LibraryLog,
+        kernels: SpecializedKernels | None = None,
     ) -> None:
         self._trt, self._engine, self._device, self._log = trt, engine, device, log
+        self.kernels = kernels
         self._runtime = runtime  # lives as long as what it loaded
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self.tensors: dict[str, TensorInfo] = {
@@ -96,21 +114,25 @@ class LoadedEngine:
         """See `device.CompiledEngine`."""
         return max(int(self._engine.get_device_memory_size_for_profile_v2(profile)), 1)
 
-    def new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
+    def new_context(
+        self, profile: int, scratch: Buffer, *, is_recorded: bool = False
+    ) -> LoadedContext:
         """See `device.CompiledEngine`."""
+        given = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if self.kernels is not None:
+            given = self.kernels.config(is_recorded=is_recorded)
         with self._device.current():
-            return self._new_context(profile, scratch)
+            return self._new_context(profile, scratch, given)
 
-    def _new_context(self, profile: int, scratch: Buffer) -> LoadedContext:
-        strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
+    def _new_context(self, profile: int, scratch: Buffer, given: Any) -> LoadedContext:
+        context = self._engine.create_execution_context(given)
         if context is None:
             raise self._log.failure("TensorRT does not make an execution context")
         context.set_device_memory(scratch.address, scratch.num_bytes)
         stream = self._device.stream
         if not context.set_optimization_profile_async(profile, stream):
             raise self._log.failure(f"TensorRT does not take profile {profile}")
-        self._device.synchronize()
+        self._device.synchronize_all()  # weights may still be copied on a stream of TensorRT's
         return LoadedContext(context=context, device=self._device, log=self._log, scratch=scratch)
 
 

@@ -30,6 +30,12 @@ _HINT = (
     f"{install('tensorrt-rtx')} compiles without a GPU; "
     "on a Jetson TensorRT comes with JetPack 6.1 and newer"
 )
+# TensorRT of a Jetson needs it; JetPack 6's host gives it to containers, JetPack 7.2 has none.
+_DLA_LIBRARY = "libnvdla_compiler.so"
+_DLA_HINT = (
+    "install nvidia-l4t-dla-compiler on the board, and run a container with --runtime nvidia, "
+    "in an image of the board's JetPack"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,11 @@ class Library:
         return not self.is_ahead_of_time and self.version < FIRST_QUICK_PLUGINS
 
     @property
+    def maps_weights(self) -> bool:
+        """Whether its parser takes addresses of weights; older ones read the file."""
+        return hasattr(getattr(self.trt, "OnnxParser", None), "load_initializer")
+
+    @property
     def updates_in_place(self) -> bool:
         """Whether it writes rows into a cache where it lies; older ones hand them out."""
         return self.version >= _IN_PLACE
@@ -78,7 +89,8 @@ def find_library(*, ahead_of_time: bool = False) -> Library:
     found = _load("tensorrt_rtx")
     if isinstance(found, Library):
         return found
-    raise EdgeLLMError("; ".join([*reasons, found]), hint=_HINT)
+    said = "; ".join([*reasons, found])
+    raise EdgeLLMError(said, hint=_DLA_HINT if _DLA_LIBRARY in said else _HINT)
 
 
 def installed() -> dict[str, Any]:

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import DriverError, FakeDriver, fake_graphs
+from fake_cuda import FakeDriver, fake_bindings, fake_graphs
 
 from edgellm.core.errors import (
     EdgeLLMError,
@@ -27,13 +28,25 @@ from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda
 from edgellm.device_runtime.runners.tensorrt.cuda import gather
 from edgellm.device_runtime.runners.tensorrt.cuda.kernels import argument_codes
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import NewRows, Planes
+from edgellm.device_runtime.runners.tensorrt.cuda.python_bindings import PythonBindings
 from edgellm.device_runtime.runners.tensorrt.library.runtime import LoadedEngine
 
 PLANES = Planes(address=1 << 20, count=2, rows=8, row_bytes=32)
 
 
-def _device(driver: FakeDriver, fails_at: str = "") -> cuda.CudaDevice:
-    return cuda.CudaDevice(driver, fake_graphs(driver, fails_at=fails_at), driver.Device(0))
+@pytest.fixture(params=["pycuda", "cuda-python"])
+def open_gpu(request) -> Callable[..., cuda.CudaDevice]:
+    """A device whose driver is called through a package."""
+
+    def made(driver: FakeDriver, fails_at: str = "") -> cuda.CudaDevice:
+        if request.param == "pycuda":
+            graphs = fake_graphs(driver, fails_at=fails_at)
+            return cuda.CudaDevice(driver, graphs, driver.Device(0))
+        bindings = fake_bindings(driver, fails_at=fails_at)
+        calls = PythonBindings(bindings)
+        return cuda.CudaDevice(calls, bindings, calls.Device(0))
+
+    return made
 
 
 def _work(device: cuda.CudaDevice) -> None:
@@ -57,9 +70,9 @@ def _work(device: cuda.CudaDevice) -> None:
     device.synchronize()
 
 
-def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
+def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread(open_gpu):
     driver = FakeDriver()
-    device = _device(driver)
+    device = open_gpu(driver)
     assert not driver.stack
     faults: list[BaseException] = []
 
@@ -80,23 +93,35 @@ def test_contexts_are_pushed_and_popped_in_pairs_in_every_thread():
     assert driver.alive == 2  # the device's own, of indices
 
 
-def test_rows_of_all_planes_are_copied_on_the_stream():
+def test_rows_of_all_planes_are_copied_on_the_stream(open_gpu):
     driver = FakeDriver()
-    device = _device(driver)
+    device = open_gpu(driver)
     device.copy_rows(PLANES, 1, 5, 3)  # of 2 planes of 8 rows of 32 bytes
     at = PLANES.address
     expected = [at + 32, at + 5 * 32, 256, 256, 96, 2]
-    assert driver.calls[-1][0] == f"planes {expected} in 7"
+    assert driver.calls[-1][0] == f"planes {expected}"
 
 
-def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature():
+def test_rows_are_read_and_written_on_the_stream_and_waited_for(open_gpu):
+    """A copy from pageable memory on the legacy stream may go on when its call is over."""
     driver = FakeDriver()
-    device = _device(driver)
+    device = open_gpu(driver)
+    rows, at = device.save_rows(PLANES, 3, 1), PLANES.address
+    device.load_rows(PLANES, rows, 1)
+    names = [name for name, _ in driver.calls if name.startswith(("planes ", "synchronize"))]
+    read, written = [at + 32, "host", 256, 96, 96, 2], ["host", at + 32, 96, 256, 96, 2]
+    assert names == [f"planes {read}", "synchronize", f"planes {written}", "synchronize"]
+
+
+def test_a_kernel_is_loaded_once_and_has_the_arguments_of_its_signature(open_gpu):
+    driver = FakeDriver()
+    device = open_gpu(driver)
     for _ in range(3):
         device.launch(catalog.lay_out(64), (1, 1, 1), [1 << 20] * 2 + [8, 1, 0] + [1 << 20] * 3)
     names = [name for name, _ in driver.calls]
     assert (names.count("module"), names.count("launch")) == (4, 3)  # three are hand-written
     assert argument_codes(catalog.lay_out(64).kernel) == "PPiiiPPP"
+    assert driver.first_arguments in ([], [1 << 20] * 3)
     with pytest.raises(EdgeLLMError, match="no kernel lay_out-nodes96 was compiled"):
         device.launch(catalog.lay_out(96), (1, 1, 1), [])
 
@@ -151,9 +176,9 @@ def test_a_driver_that_fails_is_no_machine_without_a_gpu(monkeypatch):
         assert (compute_capability(), gpu.name(), gpu.memory_bytes()) == (None, "", 0)
 
 
-def test_indices_wait_only_when_their_memory_is_full():
+def test_indices_wait_only_when_their_memory_is_full(open_gpu):
     driver = FakeDriver()
-    device, rows = _device(driver), np.arange(4000)[::-1]
+    device, rows = open_gpu(driver), np.arange(4000)[::-1]
     indices = gather.Indices(device)
     waits = lambda: sum(name == "synchronize" for name, _ in driver.calls)  # noqa: E731
     device._indices, before = indices, waits()
@@ -163,9 +188,9 @@ def test_indices_wait_only_when_their_memory_is_full():
     assert waits() == before + 1
 
 
-def test_a_context_is_popped_when_something_fails():
+def test_a_context_is_popped_when_something_fails(open_gpu):
     driver = FakeDriver(free_bytes=1000)
-    device = _device(driver)
+    device = open_gpu(driver)
     with pytest.raises(LimitError, match="the GPU has 0 MB left"):
         device.allocate(2000)
     with pytest.raises(KeyError), device.current(), device.current():
@@ -173,9 +198,9 @@ def test_a_context_is_popped_when_something_fails():
     assert not driver.stack
 
 
-def test_memory_outlives_its_views_and_is_freed_in_any_thread():
+def test_memory_outlives_its_views_and_is_freed_in_any_thread(open_gpu):
     driver = FakeDriver()
-    device = _device(driver)
+    device = open_gpu(driver)
     view = device.pinned(64)[8:16]
     assert driver.alive == 1
     held = [view, device.allocate(64)]
@@ -198,16 +223,16 @@ def test_memory_outlives_its_views_and_is_freed_in_any_thread():
         "wait",
     ],
 )
-def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
+def test_what_cannot_be_recorded_runs_all_the_same(open_gpu, caplog, fails_at):
     driver = FakeDriver()
-    device, asked = _device(driver, fails_at), []
+    device, asked = open_gpu(driver, fails_at), []
 
     def enqueue() -> None:
         asked.append(1)
         if fails_at == "enqueue" and len(asked) == 1:
             raise EdgeLLMError("TensorRT does not run the pass")
         if fails_at == "driver" and len(asked) == 1:
-            raise DriverError("cuLaunchKernel failed")
+            raise device._driver.Error("cuLaunchKernel failed")
         if fails_at == "wait" and len(asked) == 1:
             device.synchronize()  # no driver allows it here
 
@@ -219,10 +244,10 @@ def test_what_cannot_be_recorded_runs_all_the_same(caplog, fails_at):
     assert "piece by piece" in record.message
 
 
-def test_memory_is_freed_after_a_capture(caplog):
+def test_memory_is_freed_after_a_capture(open_gpu, caplog):
     """The garbage collector may run meanwhile; a driver refuses to free."""
     driver = FakeDriver()
-    device = _device(driver)
+    device = open_gpu(driver)
     cycle = SimpleNamespace(memory=device.allocate(64))
     cycle.itself, held = cycle, [device.pinned(64)]
     del cycle
@@ -241,15 +266,17 @@ def test_memory_is_freed_after_a_capture(caplog):
 
 
 @pytest.mark.parametrize(("integrated", "free"), [(True, 6 << 30), (False, 1 << 30)])
-def test_free_memory_of_boards_counts_what_the_system_would_give(monkeypatch, integrated, free):
+def test_free_memory_of_boards_counts_what_the_system_would_give(
+    open_gpu, monkeypatch, integrated, free
+):
     monkeypatch.setattr(cuda, "available_memory_bytes", lambda: 6 << 30)
-    assert _device(FakeDriver(integrated=integrated)).free_bytes() == free
+    assert open_gpu(FakeDriver(integrated=integrated)).free_bytes() == free
 
 
-def test_tensorrt_is_called_in_the_context():
+def test_tensorrt_is_called_in_the_context(open_gpu):
     """Loading, contexts and passes, in a thread that did not open the device."""
     driver = FakeDriver()
-    device = _device(driver)
+    device = open_gpu(driver)
     called = lambda name, found=True: lambda *_: (driver.use(name), found)[1]  # noqa: E731
     context = SimpleNamespace(
         set_device_memory=called("set_device_memory"),
@@ -272,17 +299,29 @@ def test_tensorrt_is_called_in_the_context():
     thread = threading.Thread(target=work, name="engine")
     thread.start()
     thread.join()
+    names = [name for name, _ in driver.calls]
+    assert names.index("synchronize all") > names.index("profile")  # weights may be on their way
     assert {("execute", "engine"), ("capturable", "engine")} <= set(driver.calls)
     assert not driver.stack
 
 
-def test_a_process_ends_cleanly_with_memory_that_lives():
-    """The driver is not called any more, and no context remains to end the process."""
+@pytest.mark.parametrize(
+    "given", ["driver, graphs", "PythonBindings(graphs), graphs"], ids=["pycuda", "cuda-python"]
+)
+def test_a_process_ends_cleanly_with_memory_that_lives(given):
+    """The driver is not called any more, and no context remains to end the process.
+
+    The primary context is given back before pycuda's own destructor warns that it cannot.
+    """
     script = (
-        "import numpy, sys; from fake_cuda import FakeDriver, fake_graphs\n"
+        "import atexit, numpy, sys; from fake_cuda import FakeDriver, fake_bindings\n"
         "from edgellm.device_runtime.runners.tensorrt.cuda import driver as cuda\n"
         "driver = FakeDriver()\n"
-        "device = cuda.CudaDevice(driver, fake_graphs(driver), driver.Device(0))\n"
+        "atexit.register(driver.warn_if_attached)\n"
+        "from edgellm.device_runtime.runners.tensorrt.cuda.python_bindings import PythonBindings\n"
+        "graphs = fake_bindings(driver)\n"
+        f"cuda.import_bindings = lambda: ({given})\n"
+        "device = cuda.open_device()\n"
         "replay = device.capture(lambda: device.copy(0, 0, 16))\n"
         "sys.held = device.allocate(64), device.pinned(64), replay\n"
         "driver.use = lambda name: print('asked for', name)\n"

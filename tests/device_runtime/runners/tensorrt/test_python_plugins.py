@@ -42,8 +42,8 @@ class Machine:
     def __init__(self) -> None:
         self.trt: Any = library()
         self.memory: dict[int, np.ndarray] = {}
-        python_plugins.register(self.trt, self.compute)
-        python_plugins.register(self.trt, self.compute)  # a second engine of the process
+        python_plugins.register(self.trt, self.load)
+        python_plugins.register(self.trt, self.load)  # a second engine of the process
 
     def node(self, name: str) -> Any:
         """Create a node from attributes of graph and plan, and a context."""
@@ -82,6 +82,9 @@ class Machine:
         addresses = [[each.ctypes.data for each in part] for part in (inputs, outputs)]
         node.enqueue(described, [], *addresses, 0, STREAM)
         return outputs
+
+    def load(self, compiled: Any) -> Any:
+        return lambda *given: self.compute(compiled, *given)
 
     def compute(self, compiled: Any, grid: Any, arguments: Any, stream: int) -> None:
         assert stream == STREAM
@@ -192,14 +195,37 @@ class Driver:
     """`libcuda.so.1`; the functions in `refuses` fail."""
 
     def __init__(self, refuses: str = "") -> None:
-        self.refuses, self.loads = refuses, 0
+        self.refuses, self.loads, self.is_capturing = refuses, 0, False
+        self.contexts: list[Any] = []  # of the calling thread
         self.launched: list[tuple[Any, ...]] = []
 
     def _status(self, name: str) -> int:
         return 222 if name == self.refuses else 0
 
+    def cuInit(self, _flags: int) -> int:  # noqa: N802
+        return self._status("cuInit")
+
+    def cuDeviceGet(self, _device: Any, index: int) -> int:  # noqa: N802
+        return index
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, _device: Any) -> int:  # noqa: N802
+        context._obj.value = 9
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:  # noqa: N802
+        self.contexts.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, _context: Any) -> int:  # noqa: N802
+        self.contexts.pop()
+        return 0
+
     def cuModuleLoadData(self, _module: Any, ptx: bytes) -> int:  # noqa: N802
         assert b".entry" in ptx
+        if not self.contexts:
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
+        if self.is_capturing:
+            return 900  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
         self.loads += 1
         return self._status("cuModuleLoadData")
 
@@ -210,6 +236,8 @@ class Driver:
     def cuLaunchKernel(self, function: Any, *given: Any) -> int:  # noqa: N802
         *sizes, stream, places, extra = given
         assert extra is None
+        if len(places) != len(catalog.KERNELS["keep_rows"].signature):
+            return self._status("cuLaunchKernel")
         kinds = [*catalog.KERNELS["keep_rows"].signature.values()]
         read = [
             (ctypes.c_int64 if kind[0] == "*" else ctypes.c_int32).from_address(place).value
@@ -221,7 +249,7 @@ class Driver:
 
 @pytest.fixture
 def pretend(monkeypatch):
-    def driver(refuses: str) -> Driver:
+    def driver(refuses: str = "") -> Driver:
         found = Driver(refuses)
         library = SimpleNamespace(**{**vars(ctypes), "CDLL": lambda _: found})
         monkeypatch.setattr(driver_launch, "ctypes", library)
@@ -231,18 +259,42 @@ def pretend(monkeypatch):
 
 
 def test_the_driver_launches(pretend):
-    driver, launch = pretend(""), driver_launch.DriverLaunch()
+    driver, kernels = pretend(), driver_launch.DriverKernels()
     compiled = prebuilt.find(catalog.keep_rows(SIZE, "int8"), 87)
     for first in (1 << 40, 5):
-        launch(compiled, (3, 2, 2), [first, 2, 3, 4, SIZE], STREAM)
+        kernels.load(compiled)((3, 2, 2), [first, 2, 3, 4, SIZE], STREAM)
         sizes = [3, 2, 2, compiled.threads, 1, 1, compiled.shared_bytes]
         assert driver.launched.pop() == (9, sizes, STREAM, [first, 2, 3, 4, SIZE])
-    assert driver.loads == 1
+    assert (driver.loads, driver.contexts) == (1, [])
 
 
-@pytest.mark.parametrize("name", ["cuModuleLoadData", "cuLaunchKernel"])
+@pytest.mark.parametrize("prepare", ["configured for a build", "attached to a context"])
+def test_kernels_are_loaded_before_a_graph_is_recorded(pretend, prepare):
+    """TensorRT 10 may time plugins inside a capture; a driver then loads no module."""
+    driver, trt = pretend(), library_of("10.3.0")
+    python_plugins.register(trt)
+    for plugin in PLUGINS:
+        creator = trt.get_plugin_registry().get_creator(plugin.name, "1", NAMESPACE)
+        text = np.frombuffer(json.dumps(ATTRIBUTE).encode(), np.int8)
+        field = trt.PluginField(GIVEN, text, trt.PluginFieldType.CHAR)
+        node = creator.create_plugin(plugin.name, [field], trt.TensorRTPhase.BUILD)
+        if prepare == "configured for a build":
+            node.configure_plugin([], [])
+            node = node.clone()
+        else:
+            node = node.attach_to_context(None)
+        loads, driver.is_capturing = driver.loads, True
+        described = [SimpleNamespace(dims=(1, ROWS, 1)) for _ in plugin.inputs]
+        node.enqueue(described, [], [1] * len(described), [1] * node.num_outputs, 0, STREAM)
+        driver.is_capturing = False
+        assert loads == driver.loads > 0
+    assert driver.contexts == []
+
+
+@pytest.mark.parametrize("name", ["cuInit", "cuModuleLoadData", "cuLaunchKernel"])
 def test_driver_errors_are_reported(pretend, name):
-    pretend(name)
+    driver = pretend(name)
     compiled = prebuilt.find(catalog.keep_rows(SIZE, "int8"), 87)
     with pytest.raises(EdgeLLMError, match=f"refuses the kernel keep_rows: {name} gives 222"):
-        driver_launch.DriverLaunch()(compiled, (3, 2, 2), [1, 2, 3, 4, SIZE], STREAM)
+        driver_launch.DriverKernels().load(compiled)((3, 2, 2), [1, 2, 3, 4, SIZE], STREAM)
+    assert driver.contexts == []

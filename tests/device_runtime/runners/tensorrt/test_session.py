@@ -289,6 +289,9 @@ def test_the_fake_gpu_finds_misuse(lowered, device):
         device.capture(context.enqueue)
     context.enqueue()
     device.synchronize()
+    with pytest.raises(GpuMisuseError, match="TensorRT-RTX would replace"):
+        device.capture(context.enqueue)
+    context.may_be_recorded = True
     device.capture(context.enqueue)
     with pytest.raises(GpuMisuseError, match="holds on to the shapes"):
         context.set_shape(graph_io.LOGITS_INDEX, (1,))
