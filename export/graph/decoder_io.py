@@ -27,6 +27,7 @@ class PassInputs:
     logits_index: ir.Value  # int64 [R]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
     images: tuple[ir.Value, ...]  # the encoder's outputs
+    cross: dict[str, ir.Value]  # by contract name, [1, heads, A, head_dim]
     parents: ir.Value | None  # int64 [S]; of recurrent layers
 
     @classmethod
@@ -47,6 +48,7 @@ class PassInputs:
                 for name in (graph_io.past_name(cache, "key"), graph_io.past_name(cache, "value"))
             },
             images=tuple(_image_inputs(config, dtype)),
+            cross={each.name: each for each in cross_values(config, dtype)},
             parents=declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
         )
 
@@ -62,6 +64,7 @@ class PassInputs:
             tree_mask=self.tree_mask,
             past=self.past,
             images=self._image_rows(config),
+            cross=self.cross,
             recurrences=None if self.parents is None else Recurrences(op, self.parents),
         )
         state.prepare()
@@ -87,6 +90,17 @@ def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Valu
     yield declare(graph_io.IMAGE_EMBEDS, dtype, shape)
     if count := config.images.num_deepstack:
         yield declare(graph_io.DEEPSTACK_EMBEDS, dtype, [count, *shape])
+
+
+def cross_values(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Value]:
+    """New values for the keys and values of audio, those of a layer after the other's."""
+    if (audio := config.audio) is None:
+        return
+    size = config.hidden_size // audio.num_heads
+    for layer in range(config.num_hidden_layers):
+        for part in ("key", "value"):
+            name = graph_io.cross_name(layer, part)
+            yield declare(name, dtype, [1, audio.num_heads, audio.num_positions, size])
 
 
 def cache_shape(config: DecoderConfig, layer: int = 0) -> list[int | str]:
