@@ -49,7 +49,7 @@ def _raw(path: Path) -> NDArray[np.float32]:
             f"{path} has {size} bytes, which are no 16-bit samples",
             hint="raw audio is 16-bit integers, little endian, mono, at 16 kHz; save it as WAV",
         )
-    return np.fromfile(path, "<i2").astype(np.float32) / _FULL_SCALE
+    return np.fromfile(path, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
 
 
 def _decoded(path: Path) -> NDArray[np.float32]:

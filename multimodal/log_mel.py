@@ -34,7 +34,8 @@ def log_mel(samples: NDArray[np.float32], num_mel_bins: int) -> NDArray[np.float
         some = frames[begin : begin + _BLOCK]
         power = np.abs(np.fft.rfft(some * window)) ** 2
         found[:, begin : begin + len(some)] = np.log10(np.maximum(power @ filters, _FLOOR)).T
-    return (np.maximum(found, found.max() - np.float32(_RANGE)) + 4) / 4
+    kept = np.maximum(found, found.max() - np.float32(_RANGE))
+    return (kept + np.float32(4)) * np.float32(0.25)
 
 
 @cache

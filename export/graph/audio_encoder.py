@@ -14,7 +14,7 @@ import onnx_ir as ir
 from edgellm.core import graph_io
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.graph.decoder_io import cross_values, declare, finish, typed
+from edgellm.export.graph.decoder_io import cross_names, cross_shape, declare, finish, typed
 from edgellm.export.onnx.builder import Op
 
 
@@ -37,10 +37,7 @@ def build_audio_encoder(
     shape = [1, audio.num_mel_bins, audio.num_frames]
     features = declare(graph_io.INPUT_FEATURES, dtype, shape)
     encoder: Any = architecture.Encoder(config, weights)
-    outputs = [
-        typed(found, dtype, wanted.shape or (), wanted.name)
-        for found, wanted in zip(
-            encoder.forward(op, features), cross_values(config, dtype), strict=True
-        )
-    ]
+    shape, outputs = cross_shape(config, audio), []
+    for name, found in zip(cross_names(config), encoder.forward(op, features), strict=True):
+        outputs.append(typed(found, dtype, shape, name))
     return finish(op, "audio_encoder", [features], outputs), op

@@ -78,10 +78,10 @@ def _languages(given: ConfigReader, vocabulary: Mapping[str, int]) -> dict[str, 
 
 
 def _tasks(given: ConfigReader, vocabulary: Mapping[str, int]) -> dict[str, int]:
-    found = given.optional("task_to_id", dict)
-    if found is None:
-        found = {task: vocabulary.get(f"<|{task}|>") for task in _TASKS}
-    return {task: found[task] for task in _TASKS if isinstance(found.get(task), int)}
+    named = {f"<|{task}|>": task for task in _TASKS}
+    own = {task: vocabulary[text] for text, task in named.items() if text in vocabulary}
+    found: dict[str, Any] = given.read("task_to_id", dict, own)
+    return {task: found[task] for task in _TASKS if type(found.get(task)) is int}
 
 
 def _token(

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from edgellm.core import graph_io
 from edgellm.core.graph_io import CAPACITY, HEAD_ROWS, IMAGE_ROWS, ROWS
+from edgellm.core.model_spec import AudioSpec
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.images import ImageRows
@@ -48,7 +49,7 @@ class PassInputs:
                 for name in (graph_io.past_name(cache, "key"), graph_io.past_name(cache, "value"))
             },
             images=tuple(_image_inputs(config, dtype)),
-            cross={each.name: each for each in cross_values(config, dtype)},
+            cross=_cross_inputs(config, dtype),
             parents=declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
         )
 
@@ -92,15 +93,23 @@ def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Valu
         yield declare(graph_io.DEEPSTACK_EMBEDS, dtype, [count, *shape])
 
 
-def cross_values(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Value]:
-    """New values for the keys and values of audio, those of a layer after the other's."""
-    if (audio := config.audio) is None:
-        return
+def _cross_inputs(config: DecoderConfig, dtype: ir.DataType) -> dict[str, ir.Value]:
+    if config.audio is None:
+        return {}
+    shape = cross_shape(config, config.audio)
+    return {name: declare(name, dtype, shape) for name in cross_names(config)}
+
+
+def cross_names(config: DecoderConfig) -> list[str]:
+    """Names of keys and values of audio, layer by layer."""
+    layers = range(config.num_hidden_layers)
+    return [graph_io.cross_name(layer, part) for layer in layers for part in ("key", "value")]
+
+
+def cross_shape(config: DecoderConfig, audio: AudioSpec) -> list[int]:
+    """Shape of a layer's keys or values of audio: [1, heads, A, head_dim]."""
     size = config.hidden_size // audio.num_heads
-    for layer in range(config.num_hidden_layers):
-        for part in ("key", "value"):
-            name = graph_io.cross_name(layer, part)
-            yield declare(name, dtype, [1, audio.num_heads, audio.num_positions, size])
+    return [1, audio.num_heads, audio.num_positions, size]
 
 
 def cache_shape(config: DecoderConfig, layer: int = 0) -> list[int | str]:
