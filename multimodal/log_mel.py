@@ -25,17 +25,23 @@ _FIRST_LOG_MEL, _LOG_STEP = _FIRST_LOG_HZ / _HZ_PER_MEL, np.log(6.4) / 27
 
 def log_mel(samples: NDArray[np.float32], num_mel_bins: int) -> NDArray[np.float32]:
     """Features float32 [num_mel_bins, N // HOP] of samples [N], at least as long as a frame."""
-    padded = np.pad(samples, _FFT // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, _FFT)[::HOP][:-1]
-    window = np.hanning(_FFT + 1)[:-1]  # periodic
+    count, window = len(samples) // HOP, np.hanning(_FFT + 1)[:-1]  # periodic
     filters = mel_filters(num_mel_bins)
-    found = np.empty((num_mel_bins, len(frames)), np.float32)
-    for begin in range(0, len(frames), _BLOCK):
-        some = frames[begin : begin + _BLOCK]
-        power = np.abs(np.fft.rfft(some * window)) ** 2
-        found[:, begin : begin + len(some)] = np.log10(np.maximum(power @ filters, _FLOOR)).T
+    found = np.empty((num_mel_bins, count), np.float32)
+    for begin in range(0, count, _BLOCK):
+        end = min(begin + _BLOCK, count)
+        power = np.abs(np.fft.rfft(_frames(samples, begin, end) * window)) ** 2
+        found[:, begin:end] = np.log10(np.maximum(power @ filters, _FLOOR)).T
     kept = np.maximum(found, found.max() - np.float32(_RANGE))
     return (kept + np.float32(4)) * np.float32(0.25)
+
+
+def _frames(samples: NDArray[np.float32], begin: int, end: int) -> NDArray[np.float32]:
+    """Samples around the centers of frames, [end - begin, _FFT]; both ends are mirrored."""
+    first, last = begin * HOP - _FFT // 2, (end - 1) * HOP + _FFT // 2
+    missing = max(-first, 0), max(last - len(samples), 0)
+    some = np.pad(samples[max(first, 0) : last], missing, mode="reflect")
+    return np.lib.stride_tricks.sliding_window_view(some, _FFT)[::HOP]
 
 
 @cache

@@ -199,3 +199,11 @@ def test_separate_heads_and_more_mel_bins(tmp_path):
             torch.from_numpy(features)[None], decoder_input_ids=torch.from_numpy(TOKENS)[None]
         ).logits[0]
     _require_logits(build_speech(tmp_path, checkpoint), features, (logits.numpy(), {}))
+
+
+def test_inspect_counts_both_graphs(command_here, speech_engine):
+    for folder in (speech_engine, speech_engine.parent / "bundle"):
+        result = command_here("edgellm-inspect", folder, "--json")
+        found = json.loads(result.stdout)
+        assert len(found["graphs"]) == 2
+        assert found["facts"]["audio"] == "windows of 1 s, 80 mel bins, 2 languages"
