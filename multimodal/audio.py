@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import RequestError
+from edgellm.multimodal.media import open_container
 
 SAMPLE_RATE = 16000  # Hz
 RAW_SUFFIXES = (".pcm", ".raw")  # of files of 16-bit integers, little endian, mono, at that rate
@@ -34,6 +35,10 @@ def read_audio(path: Path) -> NDArray[np.float32]:
     samples = _raw(path) if path.suffix.lower() in RAW_SUFFIXES else _decoded(path)
     if not len(samples):
         raise RequestError(f"{path} has no audio samples", hint="record or copy the file again")
+    if not np.isfinite(samples).all():
+        raise RequestError(
+            f"{path} has samples that are no numbers", hint=f"save it again as {_FORMATS}"
+        )
     if np.abs(samples).max() < _AUDIBLE:
         raise RequestError(
             f"{path} is silent: all of its {len(samples) / SAMPLE_RATE:.1f} s",
@@ -61,7 +66,7 @@ def _decoded(path: Path) -> NDArray[np.float32]:
     av: Any = importlib.import_module("av")  # an optional package
     parts: list[NDArray[np.float32]] = []
     try:
-        with path.open("rb") as file, av.open(file) as container:
+        with path.open("rb") as file, open_container(av, file) as container:
             if not container.streams.audio:
                 raise RequestError(
                     f"{path} holds no audio", hint=f"give a file with sound: {_FORMATS}"

@@ -53,6 +53,20 @@ def test_channels_are_mixed(tmp_path):
     np.testing.assert_allclose(read_audio(path), (left + right) / 2, atol=1e-4)
 
 
+def _encode(path, codec, rate, samples, **tags):
+    """Write samples [1, N] by FFmpeg."""
+    with av.open(str(path), "w") as container:
+        container.metadata.update(tags)
+        stream = container.add_stream(codec, rate=rate, layout="mono")
+        size = stream.codec_context.frame_size or None
+        resampler = av.AudioResampler(stream.codec_context.format, "mono", rate, size)
+        frame = av.AudioFrame.from_ndarray(samples, "flt", "mono")
+        frame.sample_rate = rate
+        for piece in (*resampler.resample(frame), *resampler.resample(None)):
+            container.mux(stream.encode(piece))
+        container.mux(stream.encode(None))
+
+
 @pytest.mark.parametrize(
     ("suffix", "codec", "rate"),
     [
@@ -68,21 +82,21 @@ def test_formats_and_rates(tmp_path, suffix, codec, rate):
     at = np.arange(int(rate * SECONDS)) / rate
     tone = (0.5 * np.sin(2 * np.pi * 440 * at)).astype(np.float32)[None]
     path = tmp_path / f"a.{suffix}"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream(codec, rate=rate, layout="mono")
-        size = stream.codec_context.frame_size or None
-        resampler = av.AudioResampler(stream.codec_context.format, "mono", rate, size)
-        frame = av.AudioFrame.from_ndarray(tone, "flt", "mono")
-        frame.sample_rate = rate
-        for piece in (*resampler.resample(frame), *resampler.resample(None)):
-            container.mux(stream.encode(piece))
-        container.mux(stream.encode(None))
+    _encode(path, codec, rate, tone)
     found = read_audio(path)
     assert len(found) / 16000 == pytest.approx(SECONDS, abs=0.15)
     middle = found[4000:20000]
     spectrum = np.abs(np.fft.rfft(middle))
     assert spectrum.argmax() == 440
     assert middle.std() == pytest.approx(0.5 / np.sqrt(2), abs=0.05)
+
+
+def test_tags_of_other_encodings(tmp_path):
+    """Old MP3 files have titles in Latin-1."""
+    path = tmp_path / "a.flac"
+    _encode(path, "flac", 16000, chirp(SECONDS)[None], title="Uebung")
+    path.write_bytes(path.read_bytes().replace(b"Uebung", b"\xdcbungX"))
+    assert len(read_audio(path)) == 16000 * SECONDS
 
 
 def _video(path):
@@ -102,6 +116,7 @@ def test_bad_files(tmp_path):
     (tmp_path / "header.wav").write_bytes(good[:44])
     (tmp_path / "odd.raw").write_bytes(good[:1001])
     write_wav(tmp_path / "silent.wav", np.zeros(16000, np.float32))
+    _encode(tmp_path / "nan.wav", "pcm_f32le", 16000, np.full((1, 16000), np.nan, np.float32))
     _video(tmp_path / "film.mp4")
     for name, fragment in (
         ("missing.wav", "does not exist"),
@@ -111,6 +126,7 @@ def test_bad_files(tmp_path):
         ("header.wav", "no audio samples"),
         ("odd.raw", "1001 bytes, which are no 16-bit samples"),
         ("silent.wav", "is silent: all of its 1.0 s"),
+        ("nan.wav", "samples that are no numbers"),
         ("film.mp4", "holds no audio"),
     ):
         with pytest.raises(RequestError, match=fragment) as caught:
