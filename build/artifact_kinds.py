@@ -69,7 +69,9 @@ def read_bundle(product: str, source: Path, plan: Plan) -> Bundle:
 
 
 def fitted(product: str, source: Path, plan: Plan) -> Plan:
-    """The plan with the limits of an encoder: its KV cache holds one text, of any length.
+    """The plan with the limits of an encoder of texts, or of a speech model.
+
+    An encoder's KV cache holds one text, of any length; that of a speech model one window's.
 
     Raises:
         BrokenArtifactError: as `load_bundle`.
@@ -77,7 +79,7 @@ def fitted(product: str, source: Path, plan: Plan) -> Plan:
     if product != LLM:
         return plan
     decoder = load_bundle(source, LLM_BUNDLE).decoder
-    if decoder.is_causal:
+    if decoder.is_causal and decoder.audio is None:
         return plan
     longest = min(plan.max_input_len, decoder.max_positions)
     return replace(plan, max_input_len=longest, kv_capacity=longest)
@@ -111,11 +113,28 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
         )
     if plan.max_lora_rank and not bundle.decoder.is_causal:
         raise EdgeLLMError("--maxLoraRank: an encoder takes no adapters", hint="leave it out")
+    if bundle.decoder.audio is not None:
+        _require_one_window(plan)
     if plan.max_lora_rank and bundle.decoder.rotation:
         raise EdgeLLMError(
             f"--maxLoraRank: the residual stream of {source} was rotated, that of adapters was not",
             hint="quantize the base without --rotate residual",
         )
+
+
+def _require_one_window(plan: Plan) -> None:
+    """Reject flags of batches, trees and adapters: passes of a speech model have one window."""
+    given = {
+        "--maxBatchSize": plan.max_batch_size > 1,
+        "--maxVerifyTreeSize": plan.max_verify_tree_size > 0,
+        "--maxLoraRank": plan.max_lora_rank > 0,
+    }
+    for flag, is_given in given.items():
+        if is_given:
+            raise EdgeLLMError(
+                f"{flag}: not for speech models, which transcribe one window of audio at a time",
+                hint="leave it out",
+            )
 
 
 def _require_lengths(longest: int, plan: Plan) -> None:

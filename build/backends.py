@@ -25,6 +25,7 @@ class Backend(Protocol):
     DEVICE: str  # that engines run on
     TAKES_STATES: bool  # whether it supports recurrent layers
     TAKES_MIXED_LAYERS: bool  # whether KV caches of layers may differ in shape, or be shared
+    TAKES_AUDIO: bool  # whether it supports speech models
     Options: type[Options]  # its own flags
 
     def origin(self, options: Options) -> Origin:

@@ -68,6 +68,7 @@ def max_rows(role: str, plan: Plan) -> int:
         Rows.DRAFTED: plan.max_input_len,
         Rows.ONE: 1,
         Rows.IMAGE: 0,
+        Rows.AUDIO: 0,
     }[ROLES[role].rows]
 
 

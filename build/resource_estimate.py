@@ -128,6 +128,8 @@ def _require_layers(backend: backends.Backend, spec: DecoderSpec) -> None:
         unsupported = "recurrent layers"
     if not spec.has_uniform_layers and not backend.TAKES_MIXED_LAYERS:
         unsupported = "layers with shared KV, or with KV heads of several sizes,"
+    if spec.audio is not None and not backend.TAKES_AUDIO:
+        unsupported = "attention to audio"
     if unsupported:
         raise EdgeLLMError(
             f"{backend.LABEL} on {backend.DEVICE} does not compute {unsupported} yet",

@@ -4,7 +4,7 @@ Symbols used in shapes:
 S query rows of one pass, R rows that get logits, C KV capacity, V vocabulary, H hidden size,
 T hidden taps, D hidden size of a draft, K candidates of one row. Of a visual encoder: P patches of
 an image, M their merge size, W windows of Z patches, N tiles of E pixels a side, L deepstack
-levels.
+levels. Of speech models: F frames of a window of audio, A = F / 2 positions of its encoder.
 """
 
 from __future__ import annotations
@@ -128,6 +128,17 @@ POS_EMBED_WEIGHT = "pos_embed_weight"  # float32 [4, P]; weight of each neighbou
 IMAGE_EMBEDS = "image_embeds"  # activations [P / M^2, H], or of tiles [N * tokens_per_tile, H]
 DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is added after layer i
 # A decoder takes both for all images of a prompt as inputs: token id V + n is row n.
+
+
+# Speech models. The encoder computes the keys and values of a window for each layer of the decoder,
+# which takes them as inputs of the same names.
+INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]
+CROSS = "cross."  # prefix of `cross_name`
+
+
+def cross_name(layer: int, part: str) -> str:
+    """Name of a layer's keys or values of audio, `part` is "key" or "value": [1, heads, A, D]."""
+    return f"{CROSS}{layer}.{part}"
 
 
 PAST, PRESENT = "past_key_values.", "present."  # prefixes of caches

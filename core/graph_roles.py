@@ -23,6 +23,7 @@ FUSE = "fuse"  # makes a draft's hidden rows of a base's features
 BLOCK = "block"  # a draft network with a KV cache; one forward pass predicts a block of tokens
 HEADS = "heads"  # predict tokens from the newest committed hidden state, one for each head
 ENCODER = "encoder"  # a visual encoder
+AUDIO_ENCODER = "audio_encoder"  # computes what a decoder attends to of a window of audio
 
 # Kinds of passes that are measured
 PASS = "pass"  # of a decoder
@@ -42,6 +43,7 @@ class Rows(Enum):
     ONE = "one"
     ACCEPTED = "accepted tokens of a decoder's pass"
     IMAGE = "the patches or tiles of an image, of any size"
+    AUDIO = "the frames of a window of audio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,7 @@ ROLES = {
         rows=Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}
     ),
     ENCODER: Role(rows=Rows.IMAGE),
+    AUDIO_ENCODER: Role(rows=Rows.AUDIO),
 }
 
 

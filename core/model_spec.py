@@ -111,6 +111,35 @@ class ImageSpec:
     bidirectional_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioSpec:
+    """Audio that a decoder transcribes: windows of log-mel features, and tokens of its prompts.
+
+    A frame has 10 ms, a position of the encoder two frames, and so has a step of timestamps.
+    """
+
+    num_mel_bins: int
+    num_positions: int  # A of a window
+    num_heads: int  # of attention to audio
+    start_id: int  # first token of a prompt
+    languages: dict[str, int]  # token ids by code; {}: English only
+    tasks: dict[str, int]  # token ids of "transcribe" and "translate"; {}: transcribes only
+    no_timestamps_id: int  # asks for plain text; the next ids are timestamps
+    max_initial_timestamp: int | None  # steps; None: any
+    suppressed: tuple[int, ...]  # tokens that are never chosen
+    suppressed_first: tuple[int, ...]  # that are not chosen as the first of a window
+
+    @property
+    def num_frames(self) -> int:
+        """F, frames of a window."""
+        return 2 * self.num_positions
+
+    @property
+    def first_timestamp_id(self) -> int:
+        """The token of the window's begin."""
+        return self.no_timestamps_id + 1
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
     """States of recurrent layers, and outputs of a pass by token, by name."""
@@ -132,6 +161,7 @@ class DecoderSpec:
     sliding_window: int | None = None
     position_axes: int = 1  # 3: time, row and column (M-RoPE)
     images: ImageSpec | None = None  # None: text only
+    audio: AudioSpec | None = None  # None: no speech model
     recurrent: RecurrentSpec | None = None  # None: all layers are attention layers
     rotation: str = ""  # of the residual stream after training; "": none
     num_layers: int = 0  # 0: those of the cache

@@ -12,6 +12,7 @@ FUNCTIONS = "edgellm"
 ATTENTION = "CachedAttention"
 UNROTATED_ATTENTION = "UnrotatedCachedAttention"  # without RoPE, or with RoPE already applied
 SINK_ATTENTION = "CachedAttentionWithSinks"  # the same, with a score for each head
+CROSS_ATTENTION = "CrossAttention"  # q, keys and values of audio
 ROTARY_TABLES = "RotaryTables"  # of all positions
 VISIBLE_SLOTS = "VisibleSlots"  # attended to by each token: earlier ones, tree ancestors
 VISIBLE_IN_WINDOW = "VisibleSlotsInWindow"

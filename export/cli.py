@@ -294,7 +294,8 @@ def llm(
         _print_export(output_dir, manifest, dtype, start)
     for line in verdict:
         typer.echo(line)
-    uncompared = _UNCOMPARED if manifest.decoder.is_causal else _UNCOMPARED.partition(" (")[0]
+    is_comparable = manifest.decoder.is_causal and manifest.decoder.audio is None
+    uncompared = _UNCOMPARED if is_comparable else _UNCOMPARED.partition(" (")[0]
     proved = "outputs equal those of transformers" if verdict else uncompared
     _say_verdict(manifest, start, proved)
 

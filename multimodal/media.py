@@ -1,8 +1,9 @@
-"""Media of a request: an image by its path or URI, or a video."""
+"""Media of a request: an image by its path or URI, or a video; containers of FFmpeg."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +21,10 @@ class Video:
 
 
 Source = str | Video
+
+
+def open_container(av: Any, file: BinaryIO) -> Any:
+    """A container of PyAV, the module `av`; texts of the file that are not UTF-8 do not matter."""
+    # PyAV 19 always opens such files, and has no option for it.
+    options = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    return av.open(file, **options)

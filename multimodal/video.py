@@ -20,7 +20,7 @@ from PIL import Image
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import RequestError
 from edgellm.multimodal.images import MAX_PIXELS, content_hash, open_image, read_source
-from edgellm.multimodal.media import Video
+from edgellm.multimodal.media import Video, open_container
 
 # Frame sampler: from the number of frames and the frame rate to frame indices.
 Pick = Callable[[int, float], Sequence[int]]
@@ -237,10 +237,7 @@ def _rate(stream: Any, total: int, seconds: Fraction) -> float:
 
 
 def _opened(av: Any, data: bytes) -> Any:
-    """A container; texts of the file that are not UTF-8 do not matter."""
-    # PyAV 19 always opens such files, and has no option for it.
-    options = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
-    return av.open(io.BytesIO(data), **options)
+    return open_container(av, io.BytesIO(data))
 
 
 def _stream(container: Any) -> Any:

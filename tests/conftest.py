@@ -196,6 +196,25 @@ def tiny_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
+def speech_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A multilingual Whisper of one-second windows."""
+    from speech_checkpoints import make_speech
+
+    return made_once(tmp_path_factory, "speech", make_speech)
+
+
+@pytest.fixture(scope="session")
+def speech_engine(speech_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its engine in float32, next to its bundle."""
+    from speech_checkpoints import build_speech
+
+    def make(folder: Path) -> Path:
+        return build_speech(folder, speech_checkpoint)
+
+    return made_once(tmp_path_factory, "speech_engine", make)
+
+
+@pytest.fixture(scope="session")
 def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model quantized to INT4 in groups of 16, from a quantized checkpoint."""
     from harness.models.checkpoints import round_checkpoint

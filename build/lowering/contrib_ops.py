@@ -7,9 +7,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import unused_removal
 
 from edgellm.build.lowering.bind_rope import bind_frequencies
-from edgellm.build.lowering.function_calls import inline
+from edgellm.build.lowering.function_calls import find_calls, inline
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.core import graph_io
+from edgellm.core import graph_io, onnx_functions
 
 CACHE_NAMES = (graph_io.PAST, graph_io.PRESENT)
 CONTRIB = "com.microsoft"
@@ -121,6 +121,15 @@ def lower_encoder_attention(graph: GraphEditor) -> None:
             **({} if scale is None else {"scale": scale}),
         )
         graph.replace(node.outputs[0], y)
+
+
+def lower_cross_attention(graph: GraphEditor) -> None:
+    """Rewrite attention to audio, whose keys and values have heads apart."""
+    for call in find_calls(graph.graph, onnx_functions.CROSS_ATTENTION):
+        graph.cursor = call
+        heads = call.attributes["num_heads"].as_int()
+        y = graph.node("MultiHeadAttention", list(call.inputs), domain=CONTRIB, num_heads=heads)
+        graph.replace(call.outputs[0], y)
 
 
 def row_tables(

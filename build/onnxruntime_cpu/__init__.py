@@ -17,6 +17,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.processor import instruction
 __all__ = [
     "DEVICE",
     "LABEL",
+    "TAKES_AUDIO",
     "TAKES_MIXED_LAYERS",
     "TAKES_STATES",
     "Options",
@@ -31,6 +32,7 @@ LABEL = "ONNX Runtime"
 DEVICE = "cpu"
 TAKES_STATES = True
 TAKES_MIXED_LAYERS = True
+TAKES_AUDIO = True
 
 
 def origin(options: AnyOptions) -> Origin:

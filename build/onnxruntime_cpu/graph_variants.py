@@ -22,7 +22,7 @@ from edgellm.build.onnxruntime_cpu.linears import (
 from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.plan import Plan, max_rows
 from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
-from edgellm.core.graph_roles import DECODER, DRAFT, ENCODER
+from edgellm.core.graph_roles import AUDIO_ENCODER, DECODER, DRAFT, ENCODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.onnx_functions import ROUND_INPUT
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
@@ -73,8 +73,12 @@ def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[
     Raises:
         EdgeLLMError: flags contradict the bundle's weights.
     """
-    choose = {DECODER: _decoder_variants, ENCODER: _encoder_variants}.get(role, _draft_variants)
-    return choose(role, model, bundle, plan)
+    choose = {
+        DECODER: _decoder_variants,
+        ENCODER: _encoder_variants,
+        AUDIO_ENCODER: _audio_variants,
+    }
+    return choose.get(role, _draft_variants)(role, model, bundle, plan)
 
 
 def _decoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
@@ -139,7 +143,7 @@ def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Va
     if quantize in ("int8", "int4"):
         kinds = {quantize if kind in ("dense", "fp8") else kind for kind in kinds}
     precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)
-    one_term = ALL_INPUTS if role != DECODER else COARSE_INPUTS
+    one_term = COARSE_INPUTS if role in (DECODER, AUDIO_ENCODER) else ALL_INPUTS
     kernel = OwnLinears(rounds=quantize, one_term=one_term)
     name = "decode" if role == DECODER else role
     return Variant(name=name, precision=precision, kernel=kernel, prepacks=True, max_rows=max_rows)
@@ -183,6 +187,14 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
             name=role, precision=precision, kernel=StoredKernel(), prepacks=prepacks, max_rows=rows
         )
     ]
+
+
+def _audio_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
+    """The graph of a speech model's encoder, with the kernels of its decoder."""
+    if kernels_of(plan) != EDGELLM:
+        return _encoder_variants(role, model, bundle, plan)
+    check_quantize(weight_kinds(model), plan.quantize, takes_fp8=True)
+    return [_own_variant(role, model, plan.quantize, 0)]
 
 
 def _encoder_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:

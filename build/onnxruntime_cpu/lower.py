@@ -15,6 +15,7 @@ from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
     finish,
     lower_activations,
+    lower_cross_attention,
     lower_encoder_attention,
     lower_norms,
     lower_rotations,
@@ -93,6 +94,7 @@ def lower(
         lower_linears(graph, kernel)
     lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
+    lower_cross_attention(graph)
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):

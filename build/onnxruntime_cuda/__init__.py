@@ -17,6 +17,7 @@ from edgellm.device_runtime.runners import onnxruntime_cuda
 __all__ = [
     "DEVICE",
     "LABEL",
+    "TAKES_AUDIO",
     "TAKES_MIXED_LAYERS",
     "TAKES_STATES",
     "Options",
@@ -31,6 +32,7 @@ LABEL = "ONNX Runtime"
 DEVICE = "cuda"
 TAKES_STATES = False
 TAKES_MIXED_LAYERS = False
+TAKES_AUDIO = False
 
 
 def origin(options: plans.Options) -> Origin:

@@ -16,6 +16,7 @@ from edgellm.core.manifest import Bundle
 __all__ = [
     "DEVICE",
     "LABEL",
+    "TAKES_AUDIO",
     "TAKES_MIXED_LAYERS",
     "TAKES_STATES",
     "Options",
@@ -30,6 +31,7 @@ LABEL = "TensorRT"
 DEVICE = "cuda"
 TAKES_STATES = False
 TAKES_MIXED_LAYERS = False
+TAKES_AUDIO = False
 
 
 def origin(options: plans.Options) -> Origin:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgellm.core import graph_io
 from edgellm.core.graph_roles import BLOCK, ROLES, Rows
 from edgellm.core.manifest import Bundle
-from edgellm.core.model_spec import BlockSpec, DecoderSpec, DraftSpec, VisionSpec
+from edgellm.core.model_spec import AudioSpec, BlockSpec, DecoderSpec, DraftSpec, VisionSpec
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.multimodal.patch_grid import grid_inputs
 
@@ -34,6 +34,8 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
     facts = ROLES[role]
     if facts.rows is Rows.IMAGE:
         return [_image(bundle.vision, random)]
+    if facts.rows is Rows.AUDIO:
+        return [_window(audio_of(bundle), random)]
     if facts.has_cache:
         passes = _rows(bundle.decoder, capacity, max_rows, random)
         sizes = [each[graph_io.INPUT_IDS].shape[1] for each in passes]
@@ -121,9 +123,36 @@ def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
     return {graph_io.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
 
 
+def audio_of(bundle: Bundle) -> AudioSpec:
+    """The audio of a speech model."""
+    assert bundle.decoder.audio is not None
+    return bundle.decoder.audio
+
+
+def _window(spec: AudioSpec, random: np.random.Generator) -> Inputs:
+    """A window of noise."""
+    shape = (1, spec.num_mel_bins, spec.num_frames)
+    return {graph_io.INPUT_FEATURES: random.standard_normal(shape, np.float32)}
+
+
+def _cross(spec: DecoderSpec, audio: AudioSpec) -> Inputs:
+    """Random keys and values of audio."""
+    random = np.random.default_rng(8)
+    shape = (1, audio.num_heads, audio.num_positions, spec.hidden_size // audio.num_heads)
+    return {
+        graph_io.cross_name(layer, part): random.standard_normal(shape, np.float32)
+        for layer in range(spec.num_layers)
+        for part in ("key", "value")
+    }
+
+
 def held_inputs(role: str, bundle: Bundle) -> Inputs:
-    """Image rows that no token of the samples uses, if the graph takes some."""
-    images = bundle.decoder.images if ROLES[role].has_cache else None
+    """Audio, and image rows that no token of the samples uses, if the graph takes some."""
+    if not ROLES[role].has_cache:
+        return {}
+    if bundle.decoder.audio is not None:
+        return _cross(bundle.decoder, bundle.decoder.audio)
+    images = bundle.decoder.images
     if images is None:
         return {}
     none = ImageRows.none(bundle.decoder.hidden_size, images.num_deepstack)

@@ -172,6 +172,9 @@ def _inputs(source: Source, passes: Sequence[Inputs], model: ir.Model) -> dict[s
 
 # ------------------------------------------------------------------------------------ numbers
 def _rows(inputs: Inputs) -> int:
+    """Tokens of a pass, or an encoder's positions of a window of audio."""
+    if graph_io.INPUT_FEATURES in inputs:
+        return inputs[graph_io.INPUT_FEATURES].shape[-1] // 2
     return inputs[graph_io.INPUT_IDS].shape[1] if graph_io.INPUT_IDS in inputs else 0
 
 
@@ -209,6 +212,10 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
         order = np.argsort(ids, axis=-1, kind="stable")
         scores = found[graph_io.CANDIDATE_LOG_PROBS]
         found[graph_io.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
+    for name in found:
+        if name.startswith(graph_io.CROSS):  # a head alone may be small, and its relative error not
+            heads = np.moveaxis(found[name], 1, 2)
+            found[name] = heads.reshape(*heads.shape[:2], -1)
     # Caches and states are compared through later tokens; links are reordered with candidates.
     inner = graph_io.PRESENT, graph_io.STATE_ROWS, graph_io.CANDIDATE_LINKS
     return {name: each for name, each in found.items() if not name.startswith(inner)}

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgellm.core import graph_io
+from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import COMMIT, DECODER, PASS
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import DecoderSpec
@@ -240,6 +242,10 @@ class DecoderNetwork:
         """See `Runner`."""
         return self._runner.batch_limits
 
+    def listen(self, cross: Mapping[str, NDArray[np.float32]]) -> None:
+        """Set the keys and values of audio of later passes; see `graph_io.cross_name`."""
+        self._inputs.listen(cross)
+
     def hold_adapters(self, weights: F32, table: I64) -> None:
         """See `Runner.hold_adapters`."""
         self._runner.hold_adapters(weights, table)
@@ -247,7 +253,16 @@ class DecoderNetwork:
 
 
 def open_decoder(folder: Path, engine: Engine) -> DecoderNetwork:
-    """Load an engine of a language model; raises as `runners.Backend.open_engine`."""
+    """Load an engine of a language model.
+
+    Raises:
+        EdgeLLMError: it has a speech model, or as `runners.Backend.open_engine`.
+    """
+    if engine.decoder.audio is not None:
+        raise EdgeLLMError(
+            f"{folder} has a speech model ({engine.decoder.model_type}), not a language model",
+            hint=f"edgellm transcribe FILE {folder} writes down what an audio file says",
+        )
     opened = runners.find(engine.backend).open_engine(folder, engine)
     return network(opened, engine.decoder, engine.max_kv_cache_capacity)
 

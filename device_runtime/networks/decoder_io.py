@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
-from edgellm.core.model_spec import DecoderSpec
+from edgellm.core.model_spec import AudioSpec, DecoderSpec
 from edgellm.device_runtime.arrays import (
     I64,
     Bool,
@@ -37,6 +37,12 @@ class PassInputs:
         if self._images is not None:
             count = self._images.num_deepstack
             self._give([ImageRows.none(spec.hidden_size, count)])
+        if spec.audio is not None:
+            self.listen(_silence(spec, spec.audio))
+
+    def listen(self, cross: Mapping[str, NDArray]) -> None:
+        """Set the keys and values of audio of all later passes, by contract name."""
+        self._runner.hold(cross)
 
     def hold(self, parts: Sequence[tuple[SequenceKV, I64]]) -> list[int]:
         """Set the image embeddings of a pass: those of all sequences, concatenated.
@@ -140,6 +146,15 @@ class PassInputs:
         known = places[:, np.minimum(rows, prompt - 1)]
         behind = rows + (places.max() + 1 - prompt)
         return np.where(rows < prompt, known, behind)
+
+
+def _silence(spec: DecoderSpec, audio: AudioSpec) -> dict[str, NDArray[np.float32]]:
+    """Keys and values of no audio, for passes before the first window."""
+    rows = np.zeros(
+        (1, audio.num_heads, audio.num_positions, spec.hidden_size // audio.num_heads), np.float32
+    )
+    layers = range(spec.num_layers)
+    return {graph_io.cross_name(n, part): rows for n in layers for part in ("key", "value")}
 
 
 def image_mask(is_image: Bool) -> Bool | None:

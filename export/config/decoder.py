@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.core.model_spec import ImageSpec
+from edgellm.core.model_spec import AudioSpec, ImageSpec
 from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.layer_types import AttentionKind
 from edgellm.export.config.reader import ConfigReader
@@ -37,6 +37,7 @@ class DecoderConfig:
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # of the scores; None: none
     images: ImageSpec | None = None  # of the text tower of a vision-language model
+    audio: AudioSpec | None = None  # of a speech model
     is_recurrent: bool = False  # some layers have states
     is_causal: bool = True  # False: tokens attend to all of a text, which one pass computes
     token_types: int = 1  # texts of a pair that have embeddings of their own

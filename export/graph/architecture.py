@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export import encoders, models
+from edgellm.core.model_spec import AudioSpec
+from edgellm.export import encoders, models, speech
 from edgellm.export.checkpoints.checkpoint import Checkpoint, Renamed
 from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
+from edgellm.export.graph.audio_spec import read_audio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +42,14 @@ def read_architecture(
     encoder = encoders.find(model_type)
     if encoder is not None:
         tower = replace(tower, tensors=_below_model(tower, encoder.PREFIX))
-    architecture = encoder or models.find(model_type)
+    listener = speech.find(model_type)
+    architecture = encoder or listener or models.find(model_type)
     reader = ConfigReader(tower.config)
     config = replace(architecture.Config.from_hf(reader), images=images)
     reader.finish(options.ignore_config_keys)
+    if listener is not None:
+        _refuse_flags(options)
+        config = replace(config, audio=_read_audio(checkpoint, config))
     if options.num_layers is not None:
         if not 1 <= options.num_layers <= config.num_hidden_layers:
             raise UnsupportedModelError(
@@ -55,6 +61,32 @@ def read_architecture(
                 f"--num_layers {options.num_layers}: none of these layers attends"
             )
     return tower, architecture, config
+
+
+def _read_audio(checkpoint: Checkpoint, config: Any) -> AudioSpec:
+    return read_audio(
+        checkpoint,
+        num_mel_bins=config.num_mel_bins,
+        num_positions=config.num_positions,
+        num_heads=config.num_attention_heads,
+    )
+
+
+def _refuse_flags(options: ExportOptions) -> None:
+    """Reject flags that speech models do not have; raises `UnsupportedModelError`."""
+    given = {
+        "--pooling": options.pooling,
+        "--reranker": options.reranker,
+        "--is_eagle_base": options.is_eagle_base,
+        "--hidden_taps": options.hidden_taps,
+        "--draft_model_dir": options.draft_model_dir,
+        "--lora_dir": options.lora_dir,
+    }
+    for flag, value in given.items():
+        if value:
+            raise UnsupportedModelError(
+                f"{flag}: not for speech models, which transcribe audio", hint="leave it out"
+            )
 
 
 def _below_model(tower: Checkpoint, prefix: str) -> Renamed:

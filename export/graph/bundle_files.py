@@ -98,6 +98,7 @@ def decoder_spec(
         sliding_window=config.sliding_window,
         position_axes=config.position_axes,
         images=config.images,
+        audio=config.audio,
         recurrent=recurrent,
         num_layers=config.num_hidden_layers,
         is_causal=config.is_causal,

@@ -71,6 +71,7 @@ def build_decoder(
         for part in ("key", "value")
     ]
     own = [inputs.input_ids, inputs.position_ids, inputs.write_index, *inputs.images]
+    own += inputs.cross.values()
     if config.is_causal:
         own[3:3] = [inputs.tree_mask, inputs.logits_index]
     found = state.recurrences

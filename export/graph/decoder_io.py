@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from edgellm.core import graph_io
 from edgellm.core.graph_io import CAPACITY, HEAD_ROWS, IMAGE_ROWS, ROWS
+from edgellm.core.model_spec import AudioSpec
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.images import ImageRows
@@ -27,6 +28,7 @@ class PassInputs:
     logits_index: ir.Value  # int64 [R]
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, head_dim]
     images: tuple[ir.Value, ...]  # the encoder's outputs
+    cross: dict[str, ir.Value]  # by contract name, [1, heads, A, head_dim]
     parents: ir.Value | None  # int64 [S]; of recurrent layers
 
     @classmethod
@@ -47,6 +49,7 @@ class PassInputs:
                 for name in (graph_io.past_name(cache, "key"), graph_io.past_name(cache, "value"))
             },
             images=tuple(_image_inputs(config, dtype)),
+            cross=_cross_inputs(config, dtype),
             parents=declare(graph_io.PARENT_ROWS, integer, [ROWS]) if config.is_recurrent else None,
         )
 
@@ -62,6 +65,7 @@ class PassInputs:
             tree_mask=self.tree_mask,
             past=self.past,
             images=self._image_rows(config),
+            cross=self.cross,
             recurrences=None if self.parents is None else Recurrences(op, self.parents),
         )
         state.prepare()
@@ -87,6 +91,25 @@ def _image_inputs(config: DecoderConfig, dtype: ir.DataType) -> Iterator[ir.Valu
     yield declare(graph_io.IMAGE_EMBEDS, dtype, shape)
     if count := config.images.num_deepstack:
         yield declare(graph_io.DEEPSTACK_EMBEDS, dtype, [count, *shape])
+
+
+def _cross_inputs(config: DecoderConfig, dtype: ir.DataType) -> dict[str, ir.Value]:
+    if config.audio is None:
+        return {}
+    shape = cross_shape(config, config.audio)
+    return {name: declare(name, dtype, shape) for name in cross_names(config)}
+
+
+def cross_names(config: DecoderConfig) -> list[str]:
+    """Names of keys and values of audio, layer by layer."""
+    layers = range(config.num_hidden_layers)
+    return [graph_io.cross_name(layer, part) for layer in layers for part in ("key", "value")]
+
+
+def cross_shape(config: DecoderConfig, audio: AudioSpec) -> list[int]:
+    """Shape of a layer's keys or values of audio: [1, heads, A, head_dim]."""
+    size = config.hidden_size // audio.num_heads
+    return [1, audio.num_heads, audio.num_positions, size]
 
 
 def cache_shape(config: DecoderConfig, layer: int = 0) -> list[int | str]:

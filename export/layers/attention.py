@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.graph_io import (
+    cross_name,
     past_name,
     present_name,
 )
@@ -25,6 +26,7 @@ from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import (
     cached_attention,
     call,
+    cross_attention,
     rotary_tables,
     sink_attention,
     unrotated_attention,
@@ -58,6 +60,7 @@ class PassState:
     past: dict[str, ir.Value]  # by contract name, [1, num_kv_heads, C, D]
     is_causal: bool = True  # False: all tokens of a pass attend to each other
     images: ImageRows | None = None
+    cross: dict[str, ir.Value] = field(default_factory=dict)  # by contract name, [1, heads, A, D]
     recurrences: Recurrences | None = None  # of recurrent layers
     visible: dict[tuple[int | None, bool], ir.Value] = field(default_factory=dict)  # bool [S, C]
     # By id of a rope, cos and sin [C, R / 2]; of M-RoPE [1, S, R / 2].
@@ -174,6 +177,11 @@ class PassState:
             op, function, q, k, v, *past, self.write_index, seen, *rope_inputs, **given
         )
         return y, present
+
+    def attend_audio(self, layer: int, q: ir.Value, num_heads: int) -> ir.Value:
+        """Attend to the window of audio; q [1, S, num_heads*D] -> the same shape."""
+        given = [self.cross[cross_name(layer, part)] for part in ("key", "value")]
+        return call(self.op, cross_attention(), q, *given, num_heads=num_heads)
 
     def rotate(
         self,

@@ -6,16 +6,19 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import onnx_ir as ir
 
 from edgellm.core.artifact import check_output, publish, temporary_folder
 from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.core.graph_roles import COMMIT, DECODER
+from edgellm.core.graph_roles import AUDIO_ENCODER, COMMIT, DECODER
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, GraphSpec
-from edgellm.core.model_spec import POOLER_FILE, POOLINGS, DecoderSpec, PoolerSpec
+from edgellm.core.model_spec import POOLER_FILE, POOLINGS, DecoderSpec, PoolerSpec, RecurrentSpec
 from edgellm.export import encoders
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.encoder_hash import encoder_hash
@@ -32,6 +35,7 @@ from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.config import read_draft
 from edgellm.export.graph.architecture import ExportOptions, end_ids, read_architecture
+from edgellm.export.graph.audio_encoder import build_audio_encoder
 from edgellm.export.graph.bundle_files import (
     DTYPES,
     Progress,
@@ -48,7 +52,8 @@ from edgellm.export.pooling.classifiers import classifier_pooler, is_classifier
 from edgellm.export.pooling.pooler import Pooler, write_pooler
 from edgellm.export.pooling.rerankers import yes_no_pooler
 
-_GRAPH, _ROLES = "model", (DECODER, COMMIT)
+_GRAPH = "model"
+_ROLES = {_GRAPH: DECODER, COMMIT: COMMIT, AUDIO_ENCODER: AUDIO_ENCODER}  # by name of the graph
 _JSON_FILES = "config.json", "generation_config.json"
 # Tensors of encoders that embeddings do not need: heads, and BERT's pooler
 _HEADS = (
@@ -60,6 +65,7 @@ _HEADS = (
     "model.pooler.",
     "model.embeddings.position_ids",
 )
+_TIED_HEADS = "lm_head.weight", "proj_out.weight"
 DROPPED_TOKENS = "tokens_without_embedding"  # of the provenance
 Check = Callable[[Path, Bundle], None]  # of a finished folder before it is published
 
@@ -81,7 +87,7 @@ def export_llm(
         EdgeLLMError: an unknown architecture, config key or quantization; missing, unexpected or
             damaged tensors; `output` cannot be written.
     """
-    names = [*file_names((_GRAPH, COMMIT)), *_JSON_FILES, *checkpoint.tokenizer_files, POOLER_FILE]
+    names = [*file_names((*_ROLES,)), *_JSON_FILES, *checkpoint.tokenizer_files, POOLER_FILE]
     check_output(output, LLM_BUNDLE, names, facts)
     tower, architecture, config = read_architecture(checkpoint, options)
     tower = _merged(tower, config, options)
@@ -89,10 +95,7 @@ def export_llm(
     taps, tap_source = _choose_taps(checkpoint, config, options)
     weights = _weights(tower, options)
     dtype = DTYPES[options.dtype]
-    model, op, recurrences = build_decoder(architecture, config, weights, dtype, taps)
-    recurrent, graphs = None, {_GRAPH: (model, op)}
-    if recurrences is not None:
-        recurrent, graphs[COMMIT] = recurrences.spec, build_commit(recurrences)
+    graphs, recurrent = _record(architecture, config, weights, dtype, taps)
     ranges = read_ranges(weights, config.attending_layers)
     _refuse_unused(weights, config)
     quantization, contradiction = judge(checkpoint, weights.layouts, options.ignore_config_keys)
@@ -101,14 +104,14 @@ def export_llm(
     checkpoint, dropped = _fit_tokenizer(checkpoint, config.vocab_size)
     eos_token_ids = _eos_token_ids(end_ids(checkpoint), config.vocab_size)
     defaults = generation_defaults(checkpoint.generation_config)
-    spec = _spec(checkpoint, tower, config, op)
+    spec = _spec(checkpoint, tower, config, [op for _, op in graphs.values()])
     with temporary_folder(output) as folder:
         records = write_graphs(folder, graphs, progress)
         _write_texts(folder, checkpoint, pooler)
         manifest = Bundle(
             kind=LLM_BUNDLE,
             spec=replace(spec, kv=replace(spec.kv, ranges=ranges), recurrent=recurrent),
-            graphs=dict(zip(_ROLES, [GraphSpec(f"{name}.onnx") for name in graphs], strict=False)),
+            graphs={_ROLES[name]: GraphSpec(f"{name}.onnx") for name in graphs},
             dtype=dtype.numpy().name,
             quantization=quantization,
             opset=OPSET,
@@ -124,6 +127,24 @@ def export_llm(
         if check is not None:
             check(folder, manifest)
         return publish(folder, output, manifest, facts=facts)
+
+
+def _record(
+    architecture: ModuleType,
+    config: DecoderConfig,
+    weights: Weights,
+    dtype: ir.DataType,
+    taps: tuple[int, ...] = (),
+) -> tuple[dict[str, tuple[ir.Model, Op]], RecurrentSpec | None]:
+    """All graphs of a model by name, and the states of its recurrent layers."""
+    model, op, recurrences = build_decoder(architecture, config, weights, dtype, taps)
+    graphs = {_GRAPH: (model, op)}
+    if config.audio is not None:
+        graphs[AUDIO_ENCODER] = build_audio_encoder(architecture, config, weights, dtype)
+    if recurrences is None:
+        return graphs, None
+    graphs[COMMIT] = build_commit(recurrences)
+    return graphs, recurrences.spec
 
 
 def _merged(tower: Checkpoint, config: DecoderConfig, options: ExportOptions) -> Checkpoint:
@@ -142,9 +163,11 @@ def _provenance(checkpoint: Checkpoint) -> dict[str, str]:
     return {"checkpoint": checkpoint.label, **encoder_hash(checkpoint), **versions()}
 
 
-def _spec(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, op: Op) -> DecoderSpec:
+def _spec(
+    checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig, ops: list[Op]
+) -> DecoderSpec:
     """Facts of the decoder from a checkpoint's config and tensors."""
-    spec = decoder_spec(config, tower.config["model_type"], [op], tower.tensors)
+    spec = decoder_spec(config, tower.config["model_type"], ops, tower.tensors)
     return replace(spec, rotation=rotation_name(checkpoint.config))
 
 
@@ -225,7 +248,7 @@ def understand(checkpoint: Checkpoint, options: ExportOptions) -> DecoderConfig:
     """
     tower, architecture, config = read_architecture(checkpoint, options)
     weights = _weights(tower, options)
-    build_decoder(architecture, config, weights, DTYPES[options.dtype])
+    _record(architecture, config, weights, DTYPES[options.dtype])
     read_ranges(weights, config.attending_layers)
     _refuse_unused(weights, config)
     judge(checkpoint, weights.layouts, options.ignore_config_keys)
@@ -286,7 +309,7 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
     cut = tuple(
         f"model.{place}.{index}."
         for index in range(config.num_hidden_layers, layers)
-        for place in ("layers", "encoder.layer")
+        for place in ("layers", "encoder.layer", "decoder.layers")
     )
     unused = weights.unused()
     others = {*kinds.own_names(unused)}
@@ -295,7 +318,7 @@ def _refuse_unused(weights: Weights, config: DecoderConfig) -> None:
         for name in unused
         if name not in others
         and not name.startswith(cut)
-        and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        and not (name in _TIED_HEADS and config.tie_word_embeddings)
         and not (not config.is_causal and name.startswith(_HEADS))
     ]
     hint = ""

@@ -80,6 +80,10 @@ def verify_bundle(checkpoint: Checkpoint, bundle: Path, manifest: Bundle) -> str
             f"--verify compares logits, which an encoder ({manifest.decoder.model_type}) has not",
             hint="leave out --verify",
         )
+    if manifest.decoder.audio is not None:
+        raise UnsupportedModelError(
+            "--verify compares texts, not the audio of speech models", hint="leave out --verify"
+        )
     token_ids, what = _compared_ids(bundle, manifest)
     reference = _expected(checkpoint, bundle, manifest, token_ids)
     expected = reference.outputs

@@ -11,6 +11,7 @@ _OWN = {
         "run": ("run", "Chat with a model, or answer one prompt."),
         "serve": ("serve", "Serve a model over HTTP."),
         "bench": ("bench", "Measure the speed of a model."),
+        "transcribe": ("transcribe", "Write down what an audio file says."),
     },
     "Stored models": {
         "pull": ("models", "Download a model and build its engine."),

@@ -36,7 +36,9 @@ def choose_plan(source: Path, bundle: Bundle, recipe: Recipe, engine: Path) -> t
         LimitError: the context exceeds the model's, or the engine does not fit here.
         EdgeLLMError: no backend works for the device.
     """
-    backend = backends.choose("auto", recipe.device or "")
+    is_speech = bundle.decoder.audio is not None  # which CPUs alone compute
+    library, device = ("onnxruntime", "cpu") if is_speech else ("auto", "")
+    backend = backends.choose(library, recipe.device or device)
     longest = bundle.decoder.max_positions
     require_positions(recipe.context, longest)
 
@@ -49,6 +51,7 @@ def choose_plan(source: Path, bundle: Bundle, recipe: Recipe, engine: Path) -> t
     plans = [
         plan
         for context, batch in _sizes(recipe.context, longest)
+        if batch == 1 or not is_speech
         if takes_batches(plan := _plan(bundle, recipe, backend, context, batch)) or batch == 1
     ]
     fitting = (plan for plan in plans if estimate(plan)[1] <= _CACHE_SHARE * memory)
@@ -87,7 +90,9 @@ def draft_plan(plan: Plan) -> Plan:
 
 
 def _plan(bundle: Bundle, recipe: Recipe, backend: str, context: int, batch: int) -> Plan:
-    drafts_nothing = recipe.draft == "none" or bool(bundle.pooling)
+    drafts_nothing = (
+        recipe.draft == "none" or bool(bundle.pooling) or bundle.decoder.audio is not None
+    )
     return Plan(
         max_input_len=context,
         kv_capacity=context,

@@ -210,6 +210,25 @@ def _attend(
     return y, present_key, present_value
 
 
+def cross_attention() -> ir.Function:
+    """Attention to given keys and values, all of them visible.
+
+    q [1, S, num_heads * D], key and value [1, num_heads, A, D] -> [1, S, num_heads * D].
+    """
+
+    def body(op: Op, q: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+        merged = integers(op, 0, 0, -1)
+        keys, values = (
+            op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3]), merged) for each in (key, value)
+        )
+        heads = {
+            name: ir.RefAttr(name, "num_heads", _INT) for name in ("q_num_heads", "kv_num_heads")
+        }
+        return op.Attention(q, keys, values, **heads)
+
+    return local_function(onnx_functions.CROSS_ATTENTION, "q key value", body, {"num_heads": _INT})
+
+
 def _with_zeros(op: Op, rows: ir.Value, zero: ir.Value) -> ir.Value:
     """Rows [1, C, n] and one of zeros after them."""
     shape = op.Concat(integers(op, 1, 1), op.Shape(rows, start=2, end=3), axis=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from edgellm.core.graph_roles import COMMIT
 from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     LLM_BUNDLE,
@@ -50,7 +51,11 @@ def inspect_bundle(folder: Path, check: Check) -> Report:
             "embeds texts by": manifest.pooling,
         },
         description=described(manifest),
-        graphs=(read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype]),),
+        graphs=tuple(
+            read_graph(folder / graph.path, _FLOAT_BYTES[manifest.dtype])
+            for role, graph in manifest.graphs.items()
+            if role != COMMIT  # reads no weights
+        ),
         origins=of_bundle(manifest.provenance),
         loads_as=_computed_in(manifest.dtype),
         files=manifest.files,

