@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.rope import Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -64,7 +64,7 @@ def read_layer_types(
     if not {FULL, SLIDING} & {*found}:
         raise UnsupportedModelError(
             "config.json: no layer attends, which is not supported",
-            hint="use config.json as the model was published",
+            hint=REMEDY,
         )
     return tuple(found)
 

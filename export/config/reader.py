@@ -9,6 +9,7 @@ from edgellm.core.errors import UnsupportedModelError
 
 T = TypeVar("T")
 _REQUIRED: Any = object()
+REMEDY = "use config.json as the model was published"
 _MAX_LAYERS, _MAX_SIZE = 10_000, 2**31 - 1
 
 # Keys for training, storage or defaults of other tools, not for the forward pass.
@@ -87,15 +88,17 @@ class ConfigReader:
         value = self._config.get(key)
         if value is None:
             if default is _REQUIRED:
-                raise UnsupportedModelError(f"config.json has no {key}")
+                raise UnsupportedModelError(f"config.json has no {key}", hint=REMEDY)
             return default  # type: ignore[return-value]  # T may itself be optional
         if is_beyond(value):
-            raise UnsupportedModelError(f"config.json: {key} is no finite number of 64 bits")
+            raise UnsupportedModelError(
+                f"config.json: {key} is no finite number of 64 bits", hint=REMEDY
+            )
         if kind is float and isinstance(value, int):
             return float(value)  # type: ignore[return-value]  # T is float here
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise UnsupportedModelError(
-                f"config.json: {key} should be {kind.__name__}, found {value!r}"
+                f"config.json: {key} should be {kind.__name__}, found {value!r}", hint=REMEDY
             )
         return value
 
@@ -103,16 +106,20 @@ class ConfigReader:
         """The value of `key`, an integer of at least 1 that a tensor or a network can have."""
         value = self.read(key, int, default)
         if value < 1:
-            raise UnsupportedModelError(f"config.json: {key} = {value} is not positive")
+            raise UnsupportedModelError(
+                f"config.json: {key} = {value} is not positive", hint=REMEDY
+            )
         if value > (_MAX_LAYERS if key.endswith("_layers") else _MAX_SIZE):
-            raise UnsupportedModelError(f"config.json: {key} = {value} is too large for any model")
+            raise UnsupportedModelError(
+                f"config.json: {key} = {value} is too large for any model", hint=REMEDY
+            )
         return value
 
     def nonzero(self, key: str, default: float) -> float:
         """The value of `key`, a number other than 0."""
         value = self.read(key, float, default)
         if value == 0:
-            raise UnsupportedModelError(f"config.json: {key} = {value}")
+            raise UnsupportedModelError(f"config.json: {key} = {value}", hint=REMEDY)
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:

@@ -8,7 +8,7 @@ from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import AttentionKind
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.rope import RopeTraits, read_rope
 from edgellm.export.layers.mamba import NO_MAMBA, MambaSizes
 from edgellm.export.models import granitemoehybrid, llama
@@ -58,7 +58,7 @@ class Config(DecoderConfig):
         if not any(layer in indices for layer in layers):
             raise UnsupportedModelError(
                 "config.json: attn_layer_indices names no layer, so no layer attends",
-                hint="use config.json as the model was published",
+                hint=REMEDY,
             )
         return config.attending(tuple(attends if layer in indices else None for layer in layers))
 

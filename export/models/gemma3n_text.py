@@ -28,7 +28,7 @@ from edgellm.export.config.layer_types import (
     read_window,
     window_of,
 )
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.rope import read_ropes
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState
@@ -81,7 +81,6 @@ _DEFAULTS = {
 }
 _SPARSITY, _SPARSE_LAYERS = 0.95, 10  # of the published models, in their first layers
 SMALLEST_SQUARE = 1e-5  # mean square of a hidden state that is scaled to another's magnitude
-_REMEDY = "use config.json as the model was published"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,7 @@ class Config(gemma4_text.SharedKVConfig):
             raise UnsupportedModelError(
                 f"config.json: altup_active_idx = {config.active} is none of the "
                 f"{config.num_states} hidden states (altup_num_inputs)",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         return config.attending(config._read_kinds(reader))
 
@@ -164,7 +163,7 @@ def _read_sparsities(reader: ConfigReader) -> tuple[float, ...]:
     if any(not isinstance(each, (int, float)) or not each < 1 for each in found):
         raise UnsupportedModelError(
             f"config.json: activation_sparsity_pattern = {found} should have numbers below 1",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     return tuple(float(each) for each in found)
 

@@ -30,7 +30,7 @@ from edgellm.export.config.layer_types import (
     read_window,
     window_of,
 )
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.rope import PROPORTIONAL_ROPE, read_ropes
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState, Scores, merge_heads, split_heads
@@ -41,8 +41,6 @@ from edgellm.export.layers.mlp import GatedMLP
 from edgellm.export.layers.norm import RMSNorm, UnweightedRMSNorm
 from edgellm.export.models import gemma2, llama
 from edgellm.export.onnx.builder import Op
-
-_REMEDY = "use config.json as the model was published"
 
 TINY = {
     **llama.TINY,
@@ -135,13 +133,13 @@ class Config(SharedKVConfig):
         if self.per_layer_size < 0:
             raise UnsupportedModelError(
                 f"config.json: hidden_size_per_layer_input = {self.per_layer_size} is negative",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         if self.per_layer_size and self.per_layer_vocab_size < self.vocab_size:
             raise UnsupportedModelError(
                 f"config.json: vocab_size_per_layer_input = {self.per_layer_vocab_size} is below "
                 f"vocab_size = {self.vocab_size}",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
 
     def _read_kinds(self, reader: ConfigReader) -> tuple[AttentionKind, ...]:
@@ -201,13 +199,13 @@ def _read_heads(
         if found.setdefault(kind, heads) != heads:
             raise UnsupportedModelError(
                 f"config.json: per_layer_config has several sizes of heads in {kind} layers",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
     if given:
         raise UnsupportedModelError(
             f"config.json: per_layer_config has {', '.join(map(repr, sorted(given)))}, "
             "which is no layer",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     return found
 
@@ -224,7 +222,7 @@ def _heads_of(own: Mapping[str, Any], config: Config) -> tuple[int, int]:
         raise UnsupportedModelError(
             f"config.json: {config.num_attention_heads} attention heads cannot share {found[0]} "
             "key/value heads",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     return found
 
@@ -240,7 +238,7 @@ def read_sources(reader: ConfigReader, types: Sequence[str]) -> list[int | None]
         raise UnsupportedModelError(
             f"config.json: num_kv_shared_layers = {num_shared}, so some layers have no earlier one "
             "of their type to share keys and values with",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     last = {kind: index for index, kind in enumerate(types[:first])}
     return [None if index < first else last[kind] for index, kind in enumerate(types)]
@@ -449,7 +447,7 @@ class Model(gemma2.Model):
         if config.images is not None and not is_token:
             raise UnsupportedModelError(
                 f"config.json: pad_token_id = {config.pad_token_id} is no token of the model",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         self.per_layer_inputs = (
             PerLayerInputs(config, weights / "model") if config.per_layer_size else None

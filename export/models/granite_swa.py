@@ -15,7 +15,7 @@ from edgellm.export.config.layer_types import (
     read_window,
     window_of,
 )
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.rope import Rope, read_parameters, rope_of
 from edgellm.export.models import gpt_oss, granite
 
@@ -67,7 +67,7 @@ def _read_thetas(reader: ConfigReader, layers: int) -> list[float]:
     if unknown := [each for each in found if type(each) not in (int, float)]:
         raise UnsupportedModelError(
             f"config.json: layer_rope_theta has {unknown[0]!r}, which is no number",
-            hint="use config.json as the model was published",
+            hint=REMEDY,
         )
     return [float(each) for each in found]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.layers.experts import Mixture, Router, Routing
 from edgellm.export.layers.mlp import FusedGatedMLP
 from edgellm.export.models import granite, granite_swa, granitemoe
@@ -40,7 +40,7 @@ class Config(granitemoe.Config):
         if shared < 0:
             raise UnsupportedModelError(
                 f"config.json: shared_intermediate_size = {shared} is negative",
-                hint="use config.json as the model was published",
+                hint=REMEDY,
             )
         routing = Routing.read(reader)
         config = cls.granite(reader, mlp_bias=False, routing=routing, shared_size=shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.models import llama
 from edgellm.export.models.llama import Model
 
@@ -37,6 +37,6 @@ class Config(DecoderConfig):
         if bias != mlp_bias:
             raise UnsupportedModelError(
                 f"config.json: qkv_bias = {bias} and bias = {mlp_bias}, which transformers rejects",
-                hint="use config.json as the model was published",
+                hint=REMEDY,
             )
         return cls.read(reader, qkv_bias=bias, o_proj_bias=bias, mlp_bias=bias)

@@ -21,7 +21,7 @@ from edgellm.export.config.layer_types import (
     read_window,
     window_of,
 )
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.rope import RopeTraits, read_ropes
 from edgellm.export.layers.activations import softplus
 from edgellm.export.layers.attention import scale_heads
@@ -54,7 +54,6 @@ _ROPES = {
 }
 _DENSE, _SPARSE = "dense", "sparse"
 _PER_HEAD, _PER_ELEMENT = "per-head", "per-element"
-_REMEDY = "use config.json as the model was published"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ def _read_heads(reader: ConfigReader) -> Sequence[int]:
         raise UnsupportedModelError(
             f"config.json: {wrong[0]!r} attention heads of a layer cannot share {shared} "
             "key/value heads",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     return found
 

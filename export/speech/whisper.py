@@ -16,7 +16,7 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import AttentionKind
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState, split_heads
 from edgellm.export.layers.embedding import Embedding
@@ -95,7 +95,7 @@ class Config(DecoderConfig):
         if width % heads or width % encoder_heads:
             raise UnsupportedModelError(
                 f"config.json: d_model {width} is no multiple of {heads} and {encoder_heads} heads",
-                hint="use config.json as the model was published",
+                hint=REMEDY,
             )
         reader.assume(tie_word_embeddings=True, activation_function="gelu")
         reader.replace(

@@ -15,15 +15,13 @@ import onnx_ir as ir
 from edgellm.core import graph_io
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import check_heads, language_size, read_activation, read_square
 from edgellm.export.layers.norm import ShiftedRMSNorm
 from edgellm.export.layers.patches import average_blocks
 from edgellm.export.layers.tiles import pixel_shuffle
 from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3
-
-_REMEDY = "use config.json as the model was published"
 
 TINY = {
     "model_type": "gemma3",
@@ -77,7 +75,7 @@ class Config(idefics3.Config):
             raise UnsupportedModelError(
                 f"config.json: mm_tokens_per_image = {tokens} is not a square that divides "
                 f"{side} by {side} patches",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         return cls(
             depth=vision.positive("num_hidden_layers", 12),

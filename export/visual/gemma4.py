@@ -18,7 +18,7 @@ import onnx_ir as ir
 from edgellm.core import graph_io
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import language_size, read_activation, read_square, read_theta
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import merge_heads, split_heads
@@ -69,7 +69,6 @@ TINY = {
     },
     "image_token_id": 90,
 }
-_REMEDY = "use config.json as the model was published"
 # Of other tools, or of parts that transformers does not compute
 _UNUSED = ("default_output_length", "global_head_dim", "max_position_embeddings")
 
@@ -93,13 +92,13 @@ class Config(qwen2_vl.Config):
             raise UnsupportedModelError(
                 f"config.json: num_key_value_heads = {kv_heads} of the encoder should be "
                 f"{num_heads}, as num_attention_heads",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         head_dim = vision.positive("head_dim", 64)
         if head_dim % 4:
             raise UnsupportedModelError(
                 f"config.json: head_dim = {head_dim} of the encoder is no multiple of 4",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         return cls(
             depth=vision.positive("num_hidden_layers", 16),

@@ -17,7 +17,7 @@ from edgellm.core import graph_io
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import check_heads, language_size, read_activation, read_square
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import FeedForward
@@ -25,8 +25,6 @@ from edgellm.export.layers.norm import LayerNorm
 from edgellm.export.layers.patches import channels_last
 from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3
-
-_REMEDY = "use config.json as the model was published"
 
 TINY = {
     "model_type": "lfm2_vl",
@@ -116,7 +114,7 @@ class Config:
         positions = vision.positive("num_patches", 256)
         if math.isqrt(positions) ** 2 != positions:
             raise UnsupportedModelError(
-                f"config.json: num_patches = {positions} is not a square", hint=_REMEDY
+                f"config.json: num_patches = {positions} is not a square", hint=REMEDY
             )
         return {
             "depth": vision.positive("num_hidden_layers", depth),

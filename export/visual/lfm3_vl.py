@@ -16,7 +16,7 @@ import onnx_ir as ir
 from edgellm.core import graph_io
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import (
     check_heads,
     language_size,
@@ -64,7 +64,6 @@ TINY = {
 }
 _CONV, _FULL = "conv", "full_attention"
 _PROJECTOR_EPSILON = 1e-6  # no config has it
-_REMEDY = "use config.json as the model was published"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +91,7 @@ class Config(qwen2_vl.Config):
         if kernel % 2 == 0:
             raise UnsupportedModelError(
                 f"config.json: conv_kernel_size = {kernel} is even, so grids would grow",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         return cls(
             depth=depth,
@@ -121,7 +120,7 @@ def _read_kv_heads(vision: ConfigReader, heads: int) -> int:
     if heads % found:
         raise UnsupportedModelError(
             f"config.json: {heads} attention heads cannot share {found} key/value heads",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     return found
 
@@ -134,7 +133,7 @@ def _read_layers(vision: ConfigReader, depth: int) -> tuple[bool, ...]:
         raise UnsupportedModelError(
             f"config.json: layer_types = {found} should have {_CONV!r} or {_FULL!r} for each of "
             f"{depth} layers",
-            hint=_REMEDY,
+            hint=REMEDY,
         )
     return tuple(kind == _CONV for kind in found)
 

@@ -18,7 +18,7 @@ from edgellm.core import graph_io
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export.checkpoints.weights import Weights
-from edgellm.export.config.reader import ConfigReader
+from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import check_heads, language_size, read_activation, read_square
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.mlp import FeedForward
@@ -29,7 +29,6 @@ from edgellm.export.onnx.builder import Op
 from edgellm.export.visual import idefics3, qwen3_5
 
 _SIDE, _WINDOW = 2, 4  # patches that are merged: along each side, and together
-_REMEDY = "use config.json as the model was published"
 _PROJECTOR_EPSILON = 1e-6  # no config has it
 
 TINY = {
@@ -111,12 +110,12 @@ class Config:
             raise UnsupportedModelError(
                 f"config.json: insert_layer_id = {self.merged_after} is none of the "
                 f"{self.depth} blocks of the encoder",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
         if not self.position_grid:
             raise UnsupportedModelError(
                 "config.json: image_size of the encoder is smaller than its patch_size",
-                hint=_REMEDY,
+                hint=REMEDY,
             )
 
     @property
