@@ -211,14 +211,14 @@ def show_quality(given: argparse.Namespace, report: Report) -> None:
     for name in ("fp32", *given.recipes) if given.draft else ():
         length = acceptance_length(given, name, sets)
         rows[f"edgellm {name}"] = replace(rows[f"edgellm {name}"], acceptance=length)
-    report.add("quality", *_table(rows))
+    report.add("quality", *_table(rows, is_drafted=given.draft))
 
 
-def _table(rows: dict[str, Row]) -> tuple[list[str], list[list[str]]]:
+def _table(rows: dict[str, Row], *, is_drafted: bool) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows, the largest model first."""
     kinds = list(next(iter(rows.values())).quality.kinds)
     heads = ["", "MB", "perplexity", "KL", *(f"KL {kind}" for kind in kinds), "top-1"]
-    heads += ["changed outputs", "equal tokens", "acceptance length"]
+    heads += ["changed outputs", "equal tokens"]
     found = []
     for name, row in sorted(rows.items(), key=lambda item: -item[1].megabytes):
         quality, changed = row.quality, row.changes
@@ -230,9 +230,10 @@ def _table(rows: dict[str, Row]) -> tuple[list[str], list[list[str]]]:
             f"{quality.top1_agreement * 100:.1f} %",
             f"{changed.changed} of {changed.answers}",
             f"{changed.kept:.0f}",
-            "" if row.acceptance is None else f"{row.acceptance:.2f}",
         ])  # fmt: skip
-    return heads, found
+        if is_drafted:
+            found[-1].append("" if row.acceptance is None else f"{row.acceptance:.2f}")
+    return [*heads, *["acceptance length"] * is_drafted], found
 
 
 def _engines(given: argparse.Namespace) -> Iterator[tuple[str, Opens]]:
