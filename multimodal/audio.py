@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +32,28 @@ def read_audio(path: Path) -> NDArray[np.float32]:
     if not path.is_file():
         fault = "is not a regular file" if path.exists() else "does not exist"
         raise RequestError(f"{path} {fault}", hint=f"give an audio file: {_FORMATS}")
-    samples = _raw(path) if path.suffix.lower() in RAW_SUFFIXES else _decoded(path)
+    if path.suffix.lower() in RAW_SUFFIXES:
+        return _checked(_raw(path), str(path))
+    with path.open("rb") as file:
+        return decode_audio(file, str(path))
+
+
+def decode_audio(file: BinaryIO, name: str) -> NDArray[np.float32]:
+    """As `read_audio`, for an open file that can be searched; `name` is that in errors."""
+    return _checked(_decoded(file, name), name)
+
+
+def _checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """The samples, if they are audible numbers."""
     if not len(samples):
-        raise RequestError(f"{path} has no audio samples", hint="record or copy the file again")
+        raise RequestError(f"{name} has no audio samples", hint="record or copy the file again")
     if not np.isfinite(samples).all():
         raise RequestError(
-            f"{path} has samples that are no numbers", hint=f"save it again as {_FORMATS}"
+            f"{name} has samples that are no numbers", hint=f"save it again as {_FORMATS}"
         )
     if np.abs(samples).max() < _AUDIBLE:
         raise RequestError(
-            f"{path} is silent: all of its {len(samples) / SAMPLE_RATE:.1f} s",
+            f"{name} is silent: all of its {len(samples) / SAMPLE_RATE:.1f} s",
             hint="check the microphone, or the channel that was recorded",
         )
     return samples
@@ -57,7 +69,7 @@ def _raw(path: Path) -> NDArray[np.float32]:
     return np.fromfile(path, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
 
 
-def _decoded(path: Path) -> NDArray[np.float32]:
+def _decoded(file: BinaryIO, name: str) -> NDArray[np.float32]:
     if importlib.util.find_spec("av") is None:
         raise RequestError(
             "audio files need PyAV",
@@ -66,10 +78,10 @@ def _decoded(path: Path) -> NDArray[np.float32]:
     av: Any = importlib.import_module("av")  # an optional package
     parts: list[NDArray[np.float32]] = []
     try:
-        with path.open("rb") as file, open_container(av, file) as container:
+        with open_container(av, file) as container:
             if not container.streams.audio:
                 raise RequestError(
-                    f"{path} holds no audio", hint=f"give a file with sound: {_FORMATS}"
+                    f"{name} holds no audio", hint=f"give a file with sound: {_FORMATS}"
                 )
             parts.extend(_samples(av, container))
     except (av.FFmpegError, OSError, ValueError) as error:
@@ -77,7 +89,7 @@ def _decoded(path: Path) -> NDArray[np.float32]:
         place = f"is damaged after {seconds:.1f} s" if parts else "holds no audio that can be read"
         reason = getattr(error, "strerror", None) or error
         raise RequestError(
-            f"{path} {place}: {reason}", hint=f"copy the file again, or save it as {_FORMATS}"
+            f"{name} {place}: {reason}", hint=f"copy the file again, or save it as {_FORMATS}"
         ) from None
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,9 @@ from edgellm.core.errors import require_choice
 from edgellm.tools.command.flags import Fast, Model, Quantize, RecipeFlags, use_model
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from edgellm.device_runtime.transcription.transcriber import Transcription
     from edgellm.tools.store.prepare import Prepared
 
@@ -23,7 +28,7 @@ File = Annotated[
     typer.Argument(
         metavar="FILE",
         help="Read this audio: WAV, FLAC, MP3, M4A, OGG or another file that FFmpeg reads, or "
-        "16-bit mono samples at 16 kHz in a .pcm file.",
+        "16-bit mono samples at 16 kHz in a .pcm file; - reads such a file from a pipe.",
         rich_help_panel="Input",
     ),
 ]
@@ -87,10 +92,9 @@ def transcribe(
     """
     require_choice("--task", task, _TASKS)
     require_choice("--format", output_format, _FORMATS)
-    from edgellm.multimodal.audio import read_audio
     from edgellm.tools.command.transcript_formats import FORMATS, plain_text, timed_lines
 
-    samples = read_audio(file)  # before the model is made, which may take minutes
+    samples = _samples(file)  # before the model is made, which may take minutes
     is_timed = timestamps or output_format != "txt"
 
     def start(found: Prepared) -> Transcription:
@@ -108,3 +112,12 @@ def transcribe(
         write = timed_lines
     for piece in write(transcript):
         typer.echo(piece, nl=False)
+
+
+def _samples(file: Path) -> NDArray[np.float32]:
+    """The audio of a file, or of standard input."""
+    from edgellm.multimodal.audio import decode_audio, read_audio
+
+    if str(file) != "-":
+        return read_audio(file)
+    return decode_audio(io.BytesIO(sys.stdin.buffer.read()), "standard input")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -78,6 +80,20 @@ def test_formats(transcribe, speech_engine, recording, expected):
     assert [each["text"] for each in found["segments"] if each["text"].strip()] == [
         each.text for each in segments
     ]
+
+
+def test_a_recorder_writes_into_a_pipe(transcribe, speech_engine, recording, monkeypatch):
+    """A WAV header without a length, as arecord writes it."""
+    expected = transcribe(recording, speech_engine, "--language", "de")
+    content = bytearray(recording.read_bytes())
+    content[4:8] = content[40:44] = b"\xff\xff\xff\x7f"
+    for data in (bytes(content), b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        result = transcribe("-", speech_engine, "--language", "de")
+        if data:
+            assert (result.returncode, result.stdout) == (0, expected.stdout)
+        else:
+            assert_one_line_error(result, "standard input holds no audio")
 
 
 def test_bad_input(transcribe, speech_engine, tiny_engine, recording, tmp_path):
