@@ -14,7 +14,6 @@ import onnx_ir as ir
 from edgellm.build.host_info import trim
 from edgellm.build.lowering.embeddings import lookup_ranges
 from edgellm.build.lowering.linears.round_int4 import load_portable, rounded_weights
-from edgellm.build.lowering.linears.widened import notes_of_widened
 from edgellm.build.lowering.lora import write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.onnxruntime_cpu.commit_graph import compile_commit
@@ -75,8 +74,8 @@ def compile_bundle(
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     opened: dict[str, OnnxRuntimeRunner] = {}
     verdicts: list[Verdict] = []
-    expected = estimate_graphs(source, bundle, plan, cache).engine_bytes
-    rounding = part_of(report, "rounding weights to INT4", expected)
+    expected = estimate_graphs(source, bundle, plan, cache)
+    rounding = part_of(report, "rounding weights to INT4", expected.engine_bytes)
     with rounded_weights(folder, plan.quantize, rounding) as rounded:
         portables = {**bundle.graphs}
         one, commit, moving = portables.pop(COMMIT, None), None, {}
@@ -97,7 +96,11 @@ def compile_bundle(
                 commit=commit,
             )
             compiler = _Compiler(
-                source=portable, plan=plan, folder=folder, report=report, expected_bytes=expected
+                source=portable,
+                plan=plan,
+                folder=folder,
+                report=report,
+                expected_bytes=expected.engine_bytes,
             )
             opened[role], graphs[role] = compiler.compile()
             verdicts.append(compiler.check(opened[role]))
@@ -108,14 +111,13 @@ def compile_bundle(
     dtype, pages = (cache.dtype, cache.pages) if cache is not None else ("", None)
     report("timing forward passes")
     costs, prefill_rows = measure(opened, with_kv_dtype(bundle.spec, dtype, pages), plan)
-    models = [ir.load(source / graph.path) for graph in bundle.graphs.values()]
     own = ENCODER not in bundle.graphs  # whose layers stay with ONNX Runtime
     return Compiled(
         graphs={**graphs, **moving},
         kv_dtype=dtype,
         cost_ms=costs,
         prefill_rows=prefill_rows,
-        notes=(*(notes_of(plan) if own else ()), *notes_of_widened(models)),
+        notes=(*(notes_of(plan) if own else ()), *expected.notes),
         options=_what_runs(plan, folder, graphs) if own else {},
         checks=tuple(each.text for each in verdicts),
         check_s=sum(each.seconds for each in verdicts),

@@ -50,6 +50,7 @@ def estimate_graphs(
     read = 0
     held: list[_Held] = []
     models: list[ir.Model] = []
+    has_own = False  # edgellm's kernels
     for role, graph in bundle.graphs.items():
         if role == COMMIT:
             continue
@@ -58,7 +59,7 @@ def estimate_graphs(
         variants = variants_of(role, model, bundle, plan)
         checked = _checked_bytes(model, plan) if plan.checks else 0
         if isinstance(variants[0].kernel, OwnLinears):
-            own = _own_sizes(model, variants[0].kernel)
+            has_own, own = True, _own_sizes(model, variants[0].kernel)
             sizes.append(own.engine)
             read = read or own.read
             packed = max(own.largest, own.floats)
@@ -88,7 +89,7 @@ def estimate_graphs(
         peak_build_bytes=_BUILDER_BYTES
         + max(rounded, _peak_bytes(held, kv_bytes + _timing_bytes(bundle, plan))),
         decode_bytes=read,
-        notes=tuple(notes_of_widened(models)),
+        notes=tuple(notes_of_widened(models, few_bits=has_own)),
     )
 
 
@@ -236,7 +237,7 @@ def _table_sizes(model: ir.Model, kernel: OwnLinears | None) -> list[int]:
         if found is None:
             sizes[table[0]] = min(table[1].nbytes, 4 * table[1].size) + factors
             continue
-        own = factors if blocks is not None and has_own_factors(blocks) else 0
+        own = factors if blocks is not None and has_own_factors(blocks, found[0]) else 0
         sizes[table[0]] = own + (0 if found[1] in heads else found[0].num_bytes)
     return [*sizes.values()]
 

@@ -2,9 +2,13 @@
 
 A record covers 32 output channels and one group of inputs. It has the quantized weights, 32 FP16
 scales and, with zero points, 32 FP16 products of scale and (zero point - middle). Weights of four
-inputs of a channel are adjacent: bytes [4 inputs' group][channel][input]; in INT4 the next four
-inputs are in the high nibbles. Floats, and FP8 with its 32 FP32 scales, are [input][channel]. All
-instruction sets use this layout.
+inputs of a channel are adjacent: bytes [4 inputs' group][channel][input]. Codes of fewer than 8
+bits are in units of such words; see `words_of_codes`. Floats, and FP8 with its 32 FP32 scales, are
+[input][channel]. All instruction sets use this layout.
+
+Where scales are quantized, as in K-quants, a record covers 256 inputs: their codes, for each block
+32 scales of 8 bits, minima likewise, and 32 FP16 scales of the scales and of the minima. Scales and
+minima of 2-bit codes have 4 bits, in the low and high halves of a byte.
 """
 
 from __future__ import annotations
@@ -19,13 +23,28 @@ import numpy as np
 GROUP = 32  # output channels of a record
 STRIP = 16  # gate and up are interleaved by this number of channels
 BLOCKS = (16, 32, 64, 128)
+SPAN = 256  # inputs that share the scale of their quantized scales
 VERSION = 2  # of the layout
 _MAGIC = b"edgellmW"
-_FORMS = {"int4": 1, "int8": 2, "float16": 3, "bfloat16": 4, "fp4": 5, "fp8": 6, "float32": 7}
-MIDDLES = {"int4": 8, "int8": 128, "fp4": 0}  # default zero points of unsigned weights
-_BITS = {"int4": 4, "fp4": 4, "int8": 8, "fp8": 8}
+_FORMS = {
+    "int4": 1,
+    "int8": 2,
+    "float16": 3,
+    "bfloat16": 4,
+    "fp4": 5,
+    "fp8": 6,
+    "float32": 7,
+    "int2": 8,
+    "int3": 9,
+    "int5": 10,
+    "int6": 11,
+}
+# Default zero points of unsigned weights
+MIDDLES = {"int2": 2, "int3": 4, "int4": 8, "int5": 16, "int6": 32, "int8": 128, "fp4": 0}
+_BITS = {"int2": 2, "int3": 3, "int4": 4, "int5": 5, "int6": 6, "fp4": 4, "int8": 8, "fp8": 8}
+_PAIRED = "int2"  # whose quantized scale and minimum share a byte
 _LARGEST_OFFSET = 2.0**14  # relative to the multiplier, at least half of the largest
-_HEADER = struct.Struct("<8s7I f Q I 12x")
+_HEADER = struct.Struct("<8s7I f Q 2I 8x")
 _OF_HALVES = 2.0**8  # FP8 value divided by the FP16 value of the same bits
 _WEIGHTS_AT_ONCE = 1 << 20
 _TIMES_CODES = 4  # as many codes at once as floats: they take a fraction of the memory
@@ -36,13 +55,14 @@ class PackedForm:
     """The format of a packed weight.
 
     Attributes:
-        kind: "int4", "int8", "fp4", "fp8", "float16", "bfloat16" or "float32".
+        kind: "int2" to "int6", "int8", "fp4", "fp8", "float16", "bfloat16" or "float32".
         in_features: K.
         out_features: N; of gated weights the sum of gate and up.
         block: group size of scales, for FP8 any number; 1 for floats.
-        has_zero_points: integers only.
+        has_zero_points: integers only; with quantized scales, has minima.
         is_gated: gate and up are interleaved by 16 channels; see `gated_order`.
         input_terms: INT8 terms of a quantized input; 2 only for "int8".
+        has_quantized_scales: "int2", "int4" and "int5" with minima, "int3" and "int6" without.
     """
 
     kind: str
@@ -52,6 +72,7 @@ class PackedForm:
     has_zero_points: bool = False
     is_gated: bool = False
     input_terms: int = 1
+    has_quantized_scales: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -69,22 +90,42 @@ class PackedForm:
         return -(-self.in_features // self.block)
 
     @property
+    def middle(self) -> int:
+        """The code of zero, without zero points."""
+        has_minima = self.has_quantized_scales and self.has_zero_points
+        return 0 if has_minima else MIDDLES[self.kind]
+
+    @property
+    def span(self) -> int:
+        """Inputs of a record."""
+        return SPAN if self.has_quantized_scales else self.block
+
+    @property
+    def records(self) -> int:
+        """Records of one channel; the last may be padded."""
+        return -(-self.in_features // self.span)
+
+    @property
     def record_bytes(self) -> int:
-        """Bytes of 32 channels and one group."""
+        """Bytes of 32 channels and one record's inputs."""
         bits = 32 if self.kind == "float32" else _BITS.get(self.kind, 16)
         scales = 2 * (1 + self.has_zero_points) if self.takes_codes else 4 * self.is_quantized
-        return self.block * GROUP * bits // 8 + scales * GROUP
+        if self.has_quantized_scales:
+            has_own_minima = self.has_zero_points and self.kind != _PAIRED
+            scales += self.span // self.block * (1 + has_own_minima)
+        return self.span * GROUP * bits // 8 + scales * GROUP
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the packed weight, header included."""
-        return _HEADER.size + -(-self.out_features // GROUP) * self.blocks * self.record_bytes
+        return _HEADER.size + -(-self.out_features // GROUP) * self.records * self.record_bytes
 
     def header(self, multiplier: float = 1.0) -> bytes:
         """The first 64 bytes; `multiplier` applies to all scales."""
         return _HEADER.pack(
             _MAGIC, VERSION, _FORMS[self.kind], self.in_features, self.out_features, self.block,
             self.has_zero_points, self.is_gated, multiplier, self.num_bytes, self.input_terms,
+            self.has_quantized_scales,
         )  # fmt: skip
 
 
@@ -173,27 +214,101 @@ def records(
     multiplier: float,
 ) -> bytes:
     """The records of one of `channel_slices`; see `pack_codes`, and `words_of_codes` for words."""
-    middle = MIDDLES[form.kind]
-    filled = middle * (0x11111111 if _BITS[form.kind] == 4 else 0x01010101)
-    halves = [_padded(scales.astype(np.float32) / multiplier, form.blocks, 0)]
+    halves = [scales.astype(np.float32) / multiplier]
     if form.has_zero_points:
         found = np.zeros(scales.shape, np.float32) if offsets is None else offsets
-        halves.append(_padded(found.astype(np.float32) / np.float32(multiplier), form.blocks, 0))
-    return _quantized_records(form, _padded(words, words.shape[1], filled), halves)
+        halves.append(found.astype(np.float32) / np.float32(multiplier))
+    return _quantized_records(form, words, [], halves)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedScales:
+    """Scales or minima that are quantized: `codes` times a scale for each 256 inputs.
+
+    Attributes:
+        codes: int8 [n, blocks]; of 2-bit weights 0 to 15.
+        scales: float16 [n, records].
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+    def __getitem__(self, part: slice) -> QuantizedScales:
+        """Some channels."""
+        return QuantizedScales(self.codes[part], self.scales[part])
+
+
+def pack_blocks(
+    form: PackedForm,
+    codes: np.ndarray,
+    scales: QuantizedScales,
+    minima: QuantizedScales | None = None,
+) -> Iterator[bytes]:
+    """Pack a weight with quantized scales in chunks.
+
+    With minima, weight = code * scale - minimum; else (code - middle) * scale.
+
+    Args:
+        form: the format; channels are in their final order.
+        codes: uint8 [N, K].
+        scales: of all channels.
+        minima: likewise.
+    """
+    yield form.header()
+    for part in channel_slices(form):
+        factors = [each[part] for each in (scales, minima) if each is not None]
+        yield block_records(form, words_of_codes(form, codes[part]), factors)
+
+
+def block_records(form: PackedForm, words: np.ndarray, factors: list[QuantizedScales]) -> bytes:
+    """The records of one of `channel_slices`; `factors`: scales, and minima if any."""
+    codes = [each.codes.view(np.uint8) for each in factors]
+    if form.kind == _PAIRED:
+        codes = [codes[0] | codes[1] << np.uint8(4)]
+    return _quantized_records(form, words, codes, [each.scales for each in factors])
 
 
 def words_of_codes(form: PackedForm, codes: np.ndarray) -> np.ndarray:
-    """The codes of four or, in 4 bits, eight inputs as words: uint32 [n, K / 4 or 8].
+    """The codes in units of words: uint32 [n, K / 32 * bits].
 
-    The second four of 4-bit codes are in the high halves of the bytes. K is padded to whole blocks.
+    A unit has the fewest words that hold a multiple of four codes. Byte i of a word is of the
+    inputs i, 4 + i, 8 + i and so on. A byte holds as many codes as fit, from its lowest bit on;
+    the bits that are left hold the last codes of the unit. K is padded to whole blocks.
 
     Args:
         form: the format.
         codes: uint8 [n, K].
     """
     wide = _padded(codes, form.blocks * form.block, MIDDLES[form.kind], group=1)
-    words = np.ascontiguousarray(wide).view(np.uint32)
-    return words[:, ::2] | words[:, 1::2] << np.uint32(4) if _BITS[form.kind] == 4 else words
+    quads = np.ascontiguousarray(wide).view(np.uint32)
+    bits = _BITS[form.kind]
+    count = math.gcd(bits, 8)
+    if bits == 8:
+        return quads
+    quads = quads.reshape(len(quads), -1, 8 // count)
+    words = np.zeros((*quads.shape[:2], bits // count), np.uint32)
+    for quad in range(quads.shape[2]):
+        for word, start, width, to in _pieces(bits, quad):
+            part = quads[..., quad]
+            if width < bits:
+                part = part >> np.uint32(to) & np.uint32(((1 << width) - 1) * 0x01010101)
+            words[..., word] |= part << np.uint32(start)
+    return words.reshape(len(words), -1)
+
+
+def _pieces(bits: int, quad: int) -> Iterator[tuple[int, int, int, int]]:
+    """Where the codes of a quad are: word, first bit there, number of bits, first bit of a code."""
+    whole, rest = divmod(8, bits)
+    words = bits // math.gcd(bits, 8)
+    if quad < words * whole:
+        yield quad // whole, quad % whole * bits, bits, 0
+        return
+    to = 0
+    while to < bits:
+        word, used = divmod((quad - words * whole) * bits + to, rest)
+        width = min(rest - used, bits - to)
+        yield word, 8 - rest + used, width, to
+        to += width
 
 
 def words_of_pairs(pairs: np.ndarray) -> np.ndarray:
@@ -283,16 +398,17 @@ def _padded(rows: np.ndarray, width: int, value: int, *, group: int = GROUP) -> 
     return out
 
 
-def _quantized_records(form: PackedForm, words: np.ndarray, halves: list[np.ndarray]) -> bytes:
-    """Records of whole groups: `words_of_codes`, and float32 [n, blocks] of each kind."""
-    groups, steps = len(words) // GROUP, words.shape[1] // form.blocks
-    lanes = words.reshape(groups, GROUP, form.blocks, steps).transpose(0, 2, 3, 1)
-    records = np.empty((groups, form.blocks, form.record_bytes), np.uint8)
-    size = steps * GROUP * 4
-    packed = np.ascontiguousarray(lanes).view(np.uint8)
-    records[..., :size] = packed.reshape(groups, form.blocks, size)
-    for values in halves:
-        part = values.reshape(groups, GROUP, form.blocks).transpose(0, 2, 1)
-        records[..., size : size + 2 * GROUP] = part.astype(np.float16, order="C").view(np.uint8)
-        size += 2 * GROUP
+def _quantized_records(
+    form: PackedForm, words: np.ndarray, factors: list[np.ndarray], halves: list[np.ndarray]
+) -> bytes:
+    """Records of `words_of_codes`, uint8 [n, blocks] factors, and floats [n, records]."""
+    arrays = words, *factors, *(each.astype(np.float16) for each in halves)
+    groups, start = -(-len(words) // GROUP), 0
+    records = np.empty((groups, form.records, form.record_bytes), np.uint8)
+    for values in arrays:  # padded channels have scales of zero
+        rows = _padded(values, values.shape[1], 0).reshape(groups, GROUP, form.records, -1)
+        part = np.ascontiguousarray(rows.transpose(0, 2, 3, 1)).view(np.uint8)
+        part = part.reshape(groups, form.records, -1)
+        records[..., start : start + part.shape[2]] = part
+        start += part.shape[2]
     return records.tobytes()

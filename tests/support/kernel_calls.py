@@ -10,7 +10,10 @@ import numpy as np
 
 from edgellm.device_runtime.kernels.library import load_library
 from edgellm.device_runtime.kernels.packed_layout import (
+    MIDDLES,
     PackedForm,
+    QuantizedScales,
+    pack_blocks,
     pack_codes,
     pack_floats,
     pack_fp8,
@@ -120,7 +123,7 @@ def quantized_case(
         is_gated=gated,
         input_terms=terms,
     )
-    top = 256 if kind == "int8" else 16
+    top = 16 if kind == "fp4" else 1 << int(kind[3:])
     codes = rng.integers(0, top, (out_features, in_features)).astype(np.uint8)
     scales = rng.uniform(0.001, 0.01, (out_features, form.blocks)).astype(np.float16)
     points = rng.integers(0, top, scales.shape).astype(np.uint8) if zero_points else None
@@ -131,6 +134,39 @@ def quantized_case(
     )
     values = DOUBLED_FP4[codes] if kind == "fp4" else codes - wide
     return Case(form, np.frombuffer(packed, np.uint8), values * steps)
+
+
+def blocks_case(rng, kind, in_features, out_features, gated=False):
+    """Quantized scales as in K-quants; those of 2-bit codes, and minima, have no signs."""
+    bits, has_minima = int(kind[3:]), kind in ("int2", "int4", "int5")
+    form = PackedForm(
+        kind=kind,
+        in_features=in_features,
+        out_features=out_features,
+        block=32 if bits in (4, 5) else 16,
+        has_zero_points=has_minima,
+        is_gated=gated,
+        has_quantized_scales=True,
+    )
+    codes = rng.integers(0, 1 << bits, (out_features, in_features)).astype(np.uint8)
+    low, high = (0, 16) if bits == 2 else (0, 64) if has_minima else (-128, 128)
+
+    def factors():
+        return QuantizedScales(
+            rng.integers(low, high, (out_features, form.blocks)).astype(np.int8),
+            rng.uniform(1e-4, 1e-3, (out_features, form.records)).astype(np.float16),
+        )
+
+    def values(scales):
+        return np.repeat(scales.codes, form.block, 1) * np.repeat(
+            scales.scales.astype(np.float64), form.span, 1
+        )
+
+    scales, minima = factors(), factors() if has_minima else None
+    packed = np.frombuffer(b"".join(pack_blocks(form, codes, scales, minima)), np.uint8)
+    if minima is None:
+        return Case(form, packed, (codes.astype(np.int64) - MIDDLES[kind]) * values(scales))
+    return Case(form, packed, codes * values(scales) - values(minima))
 
 
 def fp8_case(rng, in_features, out_features, block, gated=False):

@@ -14,12 +14,19 @@ from edgellm.build.lowering.linears.weights import kind_of, linear_layers
 _BITS = {"int4": 4, "int8": 8}
 
 
-def notes_of_widened(models: Iterable[ir.Model]) -> Iterator[str]:
-    """A note for each width of an engine's codes with fewer bits in portable graphs."""
+def notes_of_widened(models: Iterable[ir.Model], *, few_bits: bool = False) -> Iterator[str]:
+    """A note for each width of an engine's codes with fewer bits in portable graphs.
+
+    `few_bits`: kernels multiply codes of 2 to 6 bits, but none that stand for a table's values.
+    """
     stored = {name: codes for model in models for name, codes in _packed(model.graph)}
     for kind, bits in _BITS.items():
         found = [
-            codes for codes in stored.values() if kind_of(codes) == kind and codes.form.bits < bits
+            codes
+            for codes in stored.values()
+            if kind_of(codes) == kind
+            and codes.form.bits < bits
+            and (codes.form.by_table or not few_bits)
         ]
         if not found:
             continue

@@ -33,7 +33,7 @@ def lower_embeddings(graph: GraphEditor, kernel: OwnLinears) -> None:
         ids, own, middle = node.inputs[1], [], 0
         if (table := BlockTable.of(node)) is not None:
             ids = table.ids
-            if has_own_factors(table):
+            if has_own_factors(table, form):
                 own, middle = looked_up_factors(graph, table), middle_of(weight.parts[0], form)
         packed = packed_weight(graph, form, name, weight)
         rows = graph.node("LookUp", [ids, packed, *own], domain=DOMAIN, middle=middle)
@@ -41,9 +41,10 @@ def lower_embeddings(graph: GraphEditor, kernel: OwnLinears) -> None:
         graph.graph.remove(node, safe=True)
 
 
-def has_own_factors(table: BlockTable) -> bool:
+def has_own_factors(table: BlockTable, form: PackedForm) -> bool:
     """Whether packed scales and minima are rounded; lookups then read the table's own."""
-    return len(table.factors) > 1 or any(isinstance(each, Factors) for each in table.factors)
+    is_rounded = len(table.factors) > 1 or any(isinstance(each, Factors) for each in table.factors)
+    return is_rounded and not form.has_quantized_scales
 
 
 def packed_table(node: ir.Node, kernel: OwnLinears) -> tuple[PackedForm, str, LinearWeight] | None:
@@ -77,9 +78,9 @@ def _packed_blocks(
     form = kernel.form(weight, name)
     if form is None or not keeps_codes(weight):
         return None
-    return (
-        None if has_own_factors(table) and form.block != table.block_size else (form, name, weight)
-    )
+    if has_own_factors(table, form) and form.block != table.block_size:
+        return None
+    return form, name, weight
 
 
 def _readers(codes: ir.Value) -> Iterator[ir.Node]:

@@ -17,6 +17,7 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.pack_weights import (
     form_of,
     keeps_codes,
     packed_bytes,
+    storage,
 )
 from edgellm.build.onnxruntime_cpu.linears import ALL_INPUTS, DenseKernel
 from edgellm.build.onnxruntime_cpu.lora import attach
@@ -155,7 +156,8 @@ def _drop_lowered(graph: GraphEditor) -> None:
 
 
 def _stored_alike(weight: LinearWeight) -> Hashable:
-    return weight.key, weight.parts[0].stored[0].dtype
+    part = weight.parts[0]
+    return weight.key, part.stored[0].dtype, storage(part)
 
 
 # ------------------------------------------------------------------------------------ gates

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.lowering.linears.block_factors import stored_pairs
+from edgellm.build.lowering.linears.block_factors import Factors, Joined, stored_pairs
 from edgellm.build.lowering.linears.round_int4 import BLOCK_SIZE as INT4_BLOCK
 from edgellm.build.lowering.linears.round_int4 import expert_block, nearest_int4_rows
 from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, rows_of_int8
@@ -20,7 +20,10 @@ from edgellm.build.lowering.weights import stored_array
 from edgellm.device_runtime.kernels.packed_layout import (
     BLOCKS,
     MIDDLES,
+    SPAN,
     PackedForm,
+    QuantizedScales,
+    block_records,
     channel_slices,
     float_records,
     fp8_records,
@@ -36,6 +39,7 @@ _HALVES = {ir.DataType.FLOAT16: "float16", ir.DataType.BFLOAT16: "bfloat16"}
 _NIBBLES = ("int4", "fp4")  # forms of 4 bits
 _ROUNDED_BLOCK = 32  # of weights that are requantized to int8 here
 _SIGN, _SIGNS = 8, np.uint32(0x88888888)  # adding 8 to a 4-bit code changes its highest bit
+_SCALED = {"int2": True, "int3": False, "int4": True, "int5": True, "int6": False}  # has minima
 _Order = NDArray[np.int64]
 
 
@@ -68,11 +72,34 @@ def form_of(
         is_left = kind == "float32" and not of_expert
         return None if is_left else form(kind=kind)
     block = _block(weight.parts[0])
+    has_zero_points = any(part.is_unsigned for part in weight.parts)
+    form = partial(form, block=block, has_zero_points=has_zero_points)
+    stored = {storage(part) for part in weight.parts}  # of experts may differ
+    if (found := stored.pop()) is not None and not stored:
+        return form(kind=found[0], has_quantized_scales=found[1])
     if not keeps_codes(weight, rounds):
         terms = input_terms if weight.kind == "dense" else 1
-        return form(kind="int8", block=_ROUNDED_BLOCK, input_terms=terms)
-    has_zero_points = any(part.is_unsigned for part in weight.parts)
-    return form(kind=weight.kind, block=block, has_zero_points=has_zero_points)
+        return form(kind="int8", block=_ROUNDED_BLOCK, has_zero_points=False, input_terms=terms)
+    return form(kind=weight.kind)
+
+
+def storage(part: WeightPart) -> tuple[str, bool] | None:
+    """Kind of a weight as stored, and whether its scales are quantized; None: not of few bits.
+
+    Kinds are those of `PackedForm`. Weights of one input are merged only if they are stored alike.
+    """
+    codes, scales = part.stored[0], part.stored[1] if len(part.stored) > 1 else None
+    if isinstance(codes, Joined):
+        kind = "" if codes.form.by_table else f"int{codes.form.bits}"
+    else:
+        kind = "int4" if codes.dtype in (ir.DataType.INT4, ir.DataType.UINT4) else ""
+    if isinstance(scales, Factors):
+        block = 32 if kind in ("int4", "int5") else 16
+        is_known = scales.shared * part.block_size == SPAN and part.block_size == block
+        return (kind, True) if is_known and _SCALED.get(kind) == part.has_minima else None
+    if kind == "int2" and not part.is_unsigned and part.block_size % BLOCKS[0] == 0:
+        return kind, False
+    return (kind, False) if kind == "int5" and part.block_size % BLOCKS[1] == 0 else None
 
 
 def _int4_block(width: int, *, of_expert: bool) -> int:
@@ -129,6 +156,8 @@ def _packer(
         return 1.0, lambda order: float_records(form, *_some(weight, order, _bits))
     if form.kind == "fp8":
         return 1.0, lambda order: fp8_records(form, *_some(weight, order, _fp8_of(form)))
+    if form.has_quantized_scales:
+        return 1.0, _Stored(form, weight).pack_blocks
     if keeps_codes(weight, form.kind):
         stored = _Stored(form, weight)
         factors = max(threads.map(stored.largest_factor, slices))
@@ -178,6 +207,20 @@ class _Stored:
         (words,) = _some(self._weight, order, self._words)
         return records(self._form, words, *self._factors(order), multiplier)
 
+    def pack_blocks(self, order: _Order) -> bytes:
+        """The records of some channels with quantized scales."""
+        words, *factors = _some(self._weight, order, self._blocks)
+        pairs = zip(factors[::2], factors[1::2], strict=True)
+        return block_records(self._form, words, [QuantizedScales(*each) for each in pairs])
+
+    def _blocks(self, part: WeightPart) -> tuple[np.ndarray, ...]:
+        """Words, then codes and scales of the scales, and of the minima that are subtracted."""
+        arrays = [*self._words(part)]
+        for factors, sign in zip(part.stored[1:], (1, -1), strict=False):
+            assert isinstance(factors, Factors)
+            arrays += [sign * stored_array(factors.codes), stored_array(factors.scales)]
+        return tuple(arrays)
+
     def _factors(self, order: _Order) -> tuple[np.ndarray, np.ndarray | None]:
         scales, *offsets = _some(self._weight, order, self._both)
         return scales, offsets[0] if offsets else None
@@ -185,7 +228,7 @@ class _Stored:
     def _words(self, part: WeightPart) -> tuple[NDArray[np.uint32], ...]:
         """Words [out, ...] of codes relative to the middle of the form's range."""
         form, stored = self._form, part.stored[0]
-        shift = MIDDLES[form.kind] - self._middles[part.parameter]
+        shift = form.middle - self._middles[part.parameter]
         is_whole = part.is_by_output and part.shape[0] == form.blocks * form.block
         if is_whole and form.kind in _NIBBLES and (found := stored_pairs(stored)) is not None:
             pairs, excess = found
@@ -215,7 +258,7 @@ def middle_of(part: WeightPart, form: PackedForm) -> int:
 
     Codes with fewer bits than their packed form use their own middle, so offsets stay small.
     """
-    if not part.is_unsigned:
+    if not part.is_unsigned or form.has_quantized_scales:
         return 0
     middle = MIDDLES.get(form.kind, 0)
     if not part.has_minima:

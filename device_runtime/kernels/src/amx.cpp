@@ -3,6 +3,7 @@
 #include "avx512.h"
 #include "epilogue.h"
 #include "kernels.h"
+#include "kinds.h"
 
 namespace edgellm {
 
@@ -61,38 +62,44 @@ void multiply(const int8_t* a, const int8_t* b, int64_t stride, const uint8_t* c
   keep_stored(&sums);
 }
 
-// A block's codes as bytes, [block / 4][32 channels][4].
+// Codes as bytes, [inputs / 4][32 channels][4].
 template <Form kForm>
-const uint8_t* bytes_of(const uint8_t* record, int64_t block, uint8_t* memory) {
-  if constexpr (kForm == Form::kInt8) return record;
-  for (int64_t at = 0; at < block * kGroup / 2; at += 64) {
-    const auto codes = Isa::read<Isa::Bytes>(record + at);
-    uint8_t* first = memory + at / 128 * 256 + at % 128;  // of eight inputs the first four, then the others
-    Isa::write(first, Isa::decode<kForm == Form::kFp4>(codes & 15));
-    Isa::write(first + 128, Isa::decode<kForm == Form::kFp4>(codes >> 4));
-  }
+const uint8_t* bytes_of(const uint8_t* codes, int64_t inputs, uint8_t* memory) {
+  if constexpr (kForm == Form::kInt8) return codes;
+  for (int s = 0; s < 2; s++)
+    Isa::each_unit<bits_of(kForm), 1>(codes + s * 64, inputs, [&](auto, const uint8_t* unit, int64_t k) {
+      Isa::each_quad<bits_of(kForm)>(unit, [&](auto j, Isa::Bytes quad) {
+        Isa::write(memory + (k / 4 + j) * 128 + s * 64, Isa::decode<kForm == Form::kFp4>(quad));
+      });
+    });
   return memory;
 }
 
 // The 32 channels of a group for two tiles of rows or, of two terms, for one whose tiles are the terms.
-template <Form kForm, bool kZero, int T>
+template <class Kind>
 void run_tiles(const Product& p, int64_t group, int64_t num_rows, const int64_t (&first)[2]) {
+  constexpr int T = Kind::kTerms;
   const Weight& w = *p.weight;
-  const int64_t stride = p.rows.stride, blocks = p.rows.blocks;
+  const int64_t stride = p.rows.stride, blocks = p.rows.blocks, inputs = Kind::inputs(w), codes = w.code_bytes();
   const int8_t* a = p.rows.codes + first[0] * T * stride;
   const int8_t* b = T == 1 ? p.rows.codes + first[1] * stride : a + stride;
   alignas(64) uint8_t memory[128 * kGroup];
+  const uint8_t* bytes = memory;
   Sums sums;
   Isa::F totals[3 - T][kTileRows][2];
   for (auto& some : totals)
     for (auto& both : some)
       for (Isa::F& one : both) one = Isa::set(0);
   const uint8_t* record = w.records + group * w.group_bytes();
-  for (int64_t block = 0; block < blocks; block++, record += w.record_bytes(), a += w.block, b += w.block) {
-    multiply(a, b, T * stride, bytes_of<kForm>(record, w.block, memory), w.block, sums);
-    const uint8_t* halves = record + w.code_bytes();
+  for (int64_t block = 0; block < blocks; block++, a += w.block, b += w.block, bytes += w.block * kGroup) {
+    const int place = int(block % (Kind::kParts * Kind::kBlocks));  // in its record
+    if (block && !place) record += w.record_bytes();
+    if (place % Kind::kBlocks == 0)
+      bytes = bytes_of<Kind::kForm>(record + place / Kind::kBlocks * codes / Kind::kParts, inputs, memory);
+    multiply(a, b, T * stride, bytes, w.block, sums);
     for (int s = 0; s < 2; s++) {
-      const Isa::F scale = Isa::load_half(halves + s * 32);
+      const Factors<Isa> f =
+          load_factors<Isa, Kind>(record + w.halves_at() + s * 32, record + codes + place * kGroup + s * kStrip);
       for (int tile = 0; tile < 3 - T; tile++)
         for (int64_t r = 0; r < num_rows; r++) {
           const int64_t at = (first[tile] + r) * blocks + block;
@@ -100,8 +107,8 @@ void run_tiles(const Product& p, int64_t group, int64_t num_rows, const int64_t 
           if (T == 2) sum = Isa::add_int(Isa::times128(sum), Isa::read<Isa::I>(sums.of[1][s][r]));
           sum = Isa::add_int(sum, Isa::set_int(p.rows.starts[at]));
           Isa::F& total = totals[tile][r][s];
-          total = Isa::fma(Isa::to_float(sum), Isa::mul(scale, Isa::set(p.rows.scales[at])), total);
-          if (kZero) total = Isa::fma(Isa::load_half(halves + 64 + s * 32), Isa::set(p.rows.offsets[at]), total);
+          total = Isa::fma(Isa::to_float(sum), Isa::mul(f.scale, Isa::set(p.rows.scales[at])), total);
+          if (Kind::kZero) total = Isa::fma(f.minimum, Isa::set(p.rows.offsets[at]), total);
         }
     }
   }
@@ -111,8 +118,9 @@ void run_tiles(const Product& p, int64_t group, int64_t num_rows, const int64_t 
 }
 
 // Tiles of one height, the last of which overlap: what is computed twice has the same bits.
-template <Form kForm, bool kZero, int T = 1>
+template <class Kind>
 void run_groups(const Product& p, int64_t first, int64_t last) {
+  constexpr int T = Kind::kTerms;
   const int64_t block = p.weight->block, of_rows = p.rows.stride * T;
   const int64_t panels = (p.num_rows * of_rows + kPanelBytes - 1) / kPanelBytes;
   for (int64_t panel = 0; panel < panels; panel++) {
@@ -125,20 +133,16 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
     const auto row_of = [&](int64_t tile) { return top + least(tile * height, rows - height); };
     for (int64_t group = first; group < last; group++)
       for (int64_t step = 0; step < steps; step++)
-        run_tiles<kForm, kZero, T>(p, group, height, {row_of(step * at_once), row_of(step * at_once + 1)});
+        run_tiles<Kind>(p, group, height, {row_of(step * at_once), row_of(step * at_once + 1)});
   }
   _tile_release();  // what others of this process keep in tiles they load again where they find none
 }
 
 void product(const Product& p, int64_t first, int64_t last) {
-  const Weight& w = *p.weight;
-  if (p.num_rows < kRowsFrom || !takes_codes(w.form)) return k_avx512_vnni.product(p, first, last);
-  if (w.form == Form::kFp4) return run_groups<Form::kFp4, false>(p, first, last);
-  if (w.form == Form::kInt4)
-    return (w.has_zero_points ? run_groups<Form::kInt4, true> : run_groups<Form::kInt4, false>)(p, first, last);
-  if (w.input_terms == 2)
-    return (w.has_zero_points ? run_groups<Form::kInt8, true, 2> : run_groups<Form::kInt8, false, 2>)(p, first, last);
-  return (w.has_zero_points ? run_groups<Form::kInt8, true> : run_groups<Form::kInt8, false>)(p, first, last);
+  if (p.num_rows < kRowsFrom || !takes_codes(p.weight->form)) return k_avx512_vnni.product(p, first, last);
+  with_kind(*p.weight, [&](auto kind) {
+    if constexpr (takes_codes(decltype(kind)::kForm)) run_groups<decltype(kind)>(p, first, last);
+  });
 }
 
 }  // namespace

@@ -30,6 +30,38 @@ struct Isa : Vector<Pairs> {
         for (int c = 0; c < 2; c++) acc[r][s].part[c] = Ints(sums[r][c]);
     }
   }
+  // Products are added in 16 bits as long as their sums fit, or until their block ends.
+  template <Form kForm, int H, int R, int S>
+  static EDGELLM_INLINE void dot_units(I (&acc)[H][R][S], const uint8_t* w, const int8_t* x, int64_t stride,
+                                       int64_t block) {
+    constexpr int kBits = bits_of(kForm), kFitting = 32767 / (2 * 127 * ((1 << kBits) - 1));
+    constexpr int kRun = kFitting < 4 ? 2 : 4;
+    constexpr bool kByBlock = H == 1 && kFitting >= 32;  // of 128 inputs at most
+#pragma GCC unroll 4
+    for (int i = 0; i < 2 * S; i++) {
+      __m256i sums[H][R], words[R];
+      for (int r = 0; r < R; r++) {
+        words[r] = _mm256_setzero_si256();
+        for (int h = 0; h < H; h++) sums[h][r] = __m256i(acc[h][r][i / 2].part[i % 2]);
+      }
+      each_unit<kBits, H>(w + i * kBytes, block, [&](auto first, const uint8_t* unit, int64_t k) EDGELLM_LAMBDA {
+        each_quad<kBits>(unit, [&](auto j, Bytes codes) EDGELLM_LAMBDA {
+          constexpr int at = decltype(first)::value + decltype(j)::value, h = H == 1 ? 0 : at / 4;
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            const __m256i products = _mm256_maddubs_epi16(__m256i(codes), four_of(x + r * stride + k + 4 * j));
+            words[r] = kByBlock || at % kRun ? _mm256_add_epi16(words[r], products) : products;
+            if (R > 1) asm("" : "+x"(words[r]));
+            if (!kByBlock && at % kRun == kRun - 1) sums[h][r] = add_pairs(sums[h][r], words[r]);
+          }
+        });
+      });
+      for (int r = 0; r < R; r++) {
+        if (kByBlock) sums[0][r] = add_pairs(sums[0][r], words[r]);
+        for (int h = 0; h < H; h++) acc[h][r][i / 2].part[i % 2] = Ints(sums[h][r]);
+      }
+    }
+  }
 
  private:
   static EDGELLM_INLINE __m256i codes_at(const uint8_t* w, int c) { return _mm256_loadu_si256((const __m256i*)w + c); }

@@ -29,7 +29,8 @@ std::vector<Weight> read_stack(const OrtKernelInfo* info, size_t index, int64_t 
     w.records = data + e * records;
     const Weight& first = found[0];
     require(w.form == first.form && w.in_features == first.in_features && w.out_features == first.out_features &&
-                w.block == first.block && w.is_gated == first.is_gated && w.input_terms == first.input_terms,
+                w.block == first.block && w.is_gated == first.is_gated && w.input_terms == first.input_terms &&
+                w.has_quantized_scales == first.has_quantized_scales,
             "Experts: the packed weights differ in form");
   }
   return found;

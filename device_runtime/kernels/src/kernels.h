@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "code_units.h"
+
 namespace edgellm {
 
 constexpr int kGroup = 32;  // output channels of a record
@@ -14,10 +16,55 @@ constexpr int kStrip = 16;  // channels, or floats, that a vector stands for on 
 constexpr int kChunk = 256;  // keys whose softmax is summed apart from the others'; of whole pages
 constexpr int kSegment = 1024;  // logits of one `SegmentMax`
 
-enum class Form : uint32_t { kInt4 = 1, kInt8 = 2, kFloat16 = 3, kBFloat16 = 4, kFp4 = 5, kFp8 = 6, kFloat32 = 7 };
+constexpr int kSpan = 256;  // inputs that share the scale of their quantized scales
+
+enum class Form : uint32_t {
+  kInt4 = 1,
+  kInt8 = 2,
+  kFloat16 = 3,
+  kBFloat16 = 4,
+  kFp4 = 5,
+  kFp8 = 6,
+  kFloat32 = 7,
+  kInt2 = 8,
+  kInt3 = 9,
+  kInt5 = 10,
+  kInt6 = 11
+};
+
+constexpr int bits_of(Form form) {
+  switch (form) {
+    case Form::kInt2:
+      return 2;
+    case Form::kInt3:
+      return 3;
+    case Form::kInt4:
+    case Form::kFp4:
+      return 4;
+    case Form::kInt5:
+      return 5;
+    case Form::kInt6:
+      return 6;
+    case Form::kInt8:
+    case Form::kFp8:
+      return 8;
+    case Form::kFloat16:
+    case Form::kBFloat16:
+      return 16;
+    case Form::kFloat32:
+      break;
+  }
+  return 32;
+}
 
 // Whether rows are rounded to codes of 8 bits; else they stay floats.
-constexpr bool takes_codes(Form form) { return form == Form::kInt4 || form == Form::kInt8 || form == Form::kFp4; }
+constexpr bool takes_codes(Form form) { return bits_of(form) <= 8 && form != Form::kFp8; }
+
+// Whether codes stand in units that no other form has.
+constexpr bool has_odd_bits(Form form) { return bits_of(form) < 8 && bits_of(form) != 4; }
+
+// Quantized scales of 2-bit codes have 4 bits: scale and minimum share a byte.
+constexpr bool has_paired_scales(Form form) { return form == Form::kInt2; }
 
 // Twice the values of FP4 (E2M1) by their codes, around 12.
 constexpr int kFp4Middle = 12;
@@ -26,6 +73,8 @@ constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9
 // A packed weight in its file: this header, then for each 32 channels for each block one record of
 // codes, 32 half scales and, with zero points, 32 half products scale * (zero point - middle).
 // Floats have no scales, FP8 (E4M3) has float ones, 256 times what its codes are multiplied with.
+// Quantized scales: a record is of `kSpan` inputs. Its codes precede for each block 32 scales of 8 bits, then minima
+// likewise, then the 32 half scales of the scales, and those of the minima. A weight is scale * code - minimum.
 struct Header {
   char magic[8];  // "edgellmW"
   uint32_t version, form;
@@ -35,13 +84,14 @@ struct Header {
   float multiplier;  // of all scales; a power of two
   uint64_t bytes;  // header and records
   uint32_t input_terms;  // codes of 8 bits that stand for an input: 1, or 2 of which the second is 1/128
-  uint8_t reserved[12];
+  uint32_t has_quantized_scales;
+  uint8_t reserved[8];
 };
 static_assert(sizeof(Header) == 64, "the header is part of the file format");
 
 struct Weight {
   Form form;
-  bool has_zero_points, is_gated;
+  bool has_zero_points, is_gated, has_quantized_scales;  // zero points: or minima
   int input_terms;
   int64_t in_features, out_features, block;
   float multiplier;
@@ -50,18 +100,24 @@ struct Weight {
   int64_t blocks() const { return (in_features + block - 1) / block; }
   int64_t groups() const { return (out_features + kGroup - 1) / kGroup; }
   int64_t outputs() const { return is_gated ? out_features / 2 : out_features; }
-  int64_t code_bytes() const {
-    const int bits = form == Form::kFloat32                      ? 32
-                     : form == Form::kInt8 || form == Form::kFp8 ? 8
-                     : takes_codes(form)                         ? 4
-                                                                 : 16;
-    return block * kGroup * bits / 8;
+  // Around which signed codes are stored; of INT8 it depends on the processor.
+  int middle() const {
+    if (form == Form::kFp4) return kFp4Middle;
+    const bool has_minima = has_quantized_scales && has_zero_points;
+    return has_minima || !takes_codes(form) ? 0 : 1 << (bits_of(form) - 1);
+  }
+  int64_t span() const { return has_quantized_scales ? kSpan : block; }  // inputs of a record
+  int64_t code_bytes() const { return span() * kGroup * bits_of(form) / 8; }
+  // Bytes of all blocks' scales where these are quantized; minima follow.
+  int64_t scale_bytes() const { return has_quantized_scales ? kSpan / block * kGroup : 0; }
+  int64_t halves_at() const {  // from a record's first byte on
+    return code_bytes() + scale_bytes() * (1 + (has_zero_points && !has_paired_scales(form)));
   }
   int64_t record_bytes() const {
     const int of_channel = form == Form::kFp8 ? 4 : takes_codes(form) ? 2 * (1 + has_zero_points) : 0;
-    return code_bytes() + of_channel * kGroup;
+    return halves_at() + of_channel * kGroup;
   }
-  int64_t group_bytes() const { return blocks() * record_bytes(); }
+  int64_t group_bytes() const { return (in_features + span() - 1) / span() * record_bytes(); }
 };
 
 // Reads a header; returns what is wrong with it, or nullptr.

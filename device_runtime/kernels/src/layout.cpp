@@ -38,18 +38,63 @@ uint16_t word_at(const uint8_t* words, int64_t index) {
   return out;
 }
 float half_at(const uint8_t* halves, int64_t index) { return half_value(word_at(halves, index)); }
+float float_at(const uint8_t* floats, int64_t index) {
+  float out;
+  std::memcpy(&out, floats + 4 * index, 4);
+  return out;
+}
 
 // What the code of input k of a record stands for, around its middle.
-float code_value(Form form, const uint8_t* record, int64_t lane, int64_t k) {
+float code_value(const Weight& w, const uint8_t* record, int64_t lane, int64_t k) {
+  const Form form = w.form;
   if (form == Form::kFloat16) return half_at(record, lane);
   if (form == Form::kBFloat16) return float_of(uint32_t(word_at(record, lane)) << 16);
+  if (form == Form::kFloat32) return float_at(record, lane);
   if (form == Form::kFp8) {  // 1/256 of what the code stands for
     const int code = record[k * kGroup + lane];
     return half_value(uint16_t((code & 128) << 8 | (code & 127) << 7));
   }
-  const int step = form == Form::kInt8 ? 4 : 8;  // inputs of 4 bytes
-  const int byte = record[(k / step * kGroup + lane) * 4 + k % 4], nibble = k / 4 % 2 ? byte >> 4 : byte & 15;
-  return float(form == Form::kInt8 ? byte - 128 : form == Form::kInt4 ? nibble - 8 : kFp4Codes[nibble] - kFp4Middle);
+  const int code = code_at(bits_of(form), record, kGroup, lane, k);
+  return float((form == Form::kFp4 ? kFp4Codes[code] : code) - w.middle());
+}
+
+// Blocks of a form that there are kernels for.
+bool is_known(const Header& h) {
+  const Form form = Form(h.form);
+  const uint32_t block = h.block;
+  const bool is_power = block == 16 || block == 32 || block == 64 || block == 128;
+  if (h.has_quantized_scales) {
+    const bool has_minima = form == Form::kInt2 || form == Form::kInt4 || form == Form::kInt5;
+    return (has_minima || form == Form::kInt3 || form == Form::kInt6) && has_minima == (h.has_zero_points == 1) &&
+           block == (form == Form::kInt4 || form == Form::kInt5 ? 32 : 16) && h.in_features % kSpan == 0;
+  }
+  if (form == Form::kFp8) return block && block <= h.in_features;
+  if (!takes_codes(form)) return block == 1;
+  if (form == Form::kInt3 || form == Form::kInt6) return false;
+  return is_power && (form != Form::kFp4 || block <= 32) && (form != Form::kInt5 || block >= 32);
+}
+
+bool may_have_zero_points(const Header& h) {
+  const Form form = Form(h.form);
+  return h.has_quantized_scales || form == Form::kInt4 || form == Form::kInt5 || form == Form::kInt8;
+}
+
+// Scale and offset of input k of a record.
+struct Factors {
+  float scale = 1, offset = 0;
+};
+Factors factors_of(const Weight& w, const uint8_t* record, int64_t lane, int64_t k) {
+  const uint8_t* halves = record + w.halves_at();
+  Factors f;
+  if (w.form == Form::kFp8) f.scale = float_at(halves, lane);
+  if (takes_codes(w.form)) f.scale = w.multiplier * half_at(halves, lane);
+  if (w.has_zero_points) f.offset = w.multiplier * half_at(halves + 2 * kGroup, lane);
+  if (!w.has_quantized_scales) return f;
+  const uint8_t* scales = record + w.code_bytes() + k / w.block * kGroup + lane;
+  const bool is_paired = has_paired_scales(w.form);
+  f.scale *= float(is_paired ? *scales & 15 : int8_t(*scales));
+  if (w.has_zero_points) f.offset *= float(is_paired ? *scales >> 4 : int8_t(scales[w.scale_bytes()]));
+  return f;
 }
 
 }  // namespace
@@ -60,14 +105,12 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   std::memcpy(&h, data, sizeof h);
   if (std::memcmp(h.magic, kMagic, sizeof kMagic)) return "this is no packed weight of edgellm";
   if (h.version != kVersion) return "the packed weight is of another version of edgellm";
-  if (h.form < 1 || h.form > 7) return "the packed weight has a form that this version does not know";
+  if (h.form < 1 || h.form > 11) return "the packed weight has a form that this version does not know";
   const Form form = Form(h.form);
   if (!h.in_features || !h.out_features || h.in_features > kMostFeatures || h.out_features > kMostFeatures)
     return "the packed weight has an impossible shape";
-  const bool is_known = h.block == 16 || h.block == 32 || (form != Form::kFp4 && (h.block == 64 || h.block == 128));
-  if (form == Form::kFp8 ? !h.block || h.block > h.in_features : takes_codes(form) ? !is_known : h.block != 1)
-    return "the packed weight has blocks that this version does not know";
-  if (h.has_zero_points > (form == Form::kInt4 || form == Form::kInt8 ? 1u : 0u) || h.is_gated > 1 ||
+  if (!is_known(h)) return "the packed weight has blocks that this version does not know";
+  if (h.has_zero_points > (may_have_zero_points(h) ? 1u : 0u) || h.is_gated > 1 || h.has_quantized_scales > 1 ||
       h.input_terms < 1 || h.input_terms > (form == Form::kInt8 ? 2u : 1u))
     return "the packed weight has flags that this version does not know";
   if (h.is_gated && h.out_features % kGroup) return "gated channels do not come in groups of 32";
@@ -75,6 +118,7 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
   *weight = {form,
              h.has_zero_points == 1,
              h.is_gated == 1,
+             h.has_quantized_scales == 1,
              int(h.input_terms),
              h.in_features,
              h.out_features,
@@ -87,16 +131,15 @@ const char* read_weight(const void* data, size_t size, Weight* weight) {
 }
 
 void decode_channel(const Weight& w, int64_t channel, float* out) {
-  const int64_t lane = channel % kGroup;
+  const int64_t lane = channel % kGroup, span = w.span();
   const uint8_t* record = w.records + channel / kGroup * w.group_bytes();
-  for (int64_t first = 0; first < w.in_features; first += w.block, record += w.record_bytes()) {
-    const uint8_t* scales = record + w.code_bytes();
-    float scale = 1, offset = 0;
-    if (w.form == Form::kFp8) std::memcpy(&scale, scales + 4 * lane, 4);
-    if (takes_codes(w.form)) scale = w.multiplier * half_at(scales, lane);
-    if (w.has_zero_points) offset = w.multiplier * half_at(scales + 2 * kGroup, lane);
-    const int64_t count = w.in_features - first < w.block ? w.in_features - first : w.block;
-    for (int64_t k = 0; k < count; k++) out[first + k] = code_value(w.form, record, lane, k) * scale - offset;
+  for (int64_t first = 0; first < w.in_features; first += span, record += w.record_bytes()) {
+    const int64_t count = w.in_features - first < span ? w.in_features - first : span;
+    Factors f;
+    for (int64_t k = 0; k < count; k++) {
+      if (k % w.block == 0) f = factors_of(w, record, lane, k);
+      out[first + k] = code_value(w, record, lane, k) * f.scale - f.offset;
+    }
   }
 }
 
@@ -107,7 +150,7 @@ void decode_codes(const Weight& w, int64_t channel, const OwnFactors& factors, f
     const float scale = factors.scales[block], minimum = factors.minima ? factors.minima[block] : 0;
     const int64_t first = block * w.block, count = w.in_features - first < w.block ? w.in_features - first : w.block;
     for (int64_t k = 0; k < count; k++)
-      out[first + k] = (code_value(w.form, record, lane, k) + factors.middle) * scale + minimum;
+      out[first + k] = (code_value(w, record, lane, k) + factors.middle) * scale + minimum;
   }
 }
 

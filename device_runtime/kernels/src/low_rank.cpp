@@ -116,7 +116,7 @@ bool add_low_rank(const Adapted& a, const float* base, float* y) {
   fill(tasks, rows, a.width, base, y);
   int64_t ranks = 0;
   for (const Task& task : tasks) ranks += task.layer.rank;
-  const Weight plain{Form::kFloat32, false, false, 1, K, 1, 1, 1, nullptr};
+  const Weight plain{Form::kFloat32, false, false, false, 1, K, 1, 1, 1, nullptr};
   const size_t normal = a.gamma ? aligned(rows_bytes(plain, rows)) : 0;
   char* memory = static_cast<char*>(ort::scratch(normal + ranks * sizeof(float)));
   const float* read = a.x.as<float>();

@@ -39,11 +39,37 @@ struct Isa : Vector<Neon> {
         else
           add_pairs<R>(sums, decode<kFp4>(codes & 15), decode<kFp4>(codes >> 4), x + k, stride);
       }
+      add_sums<R>(acc, sums, i);
+    }
+  }
+
+  template <Form kForm, int H, int R, int S>
+  static EDGELLM_INLINE void dot_units(I (&acc)[H][R][S], const uint8_t* w, const int8_t* x, int64_t stride,
+                                       int64_t block) {
+    constexpr int kBits = bits_of(kForm), kQuads = unit_of(kBits).quads;
+#pragma GCC unroll 8
+    for (int i = 0; i < 4 * S; i++) {
+      int32x4_t sums[H][(R + 1) / 2][2] = {};
+      each_unit<kBits, H>(w + i * kBytes, block, [&](auto first, const uint8_t* unit, int64_t k) EDGELLM_LAMBDA {
+        Bytes codes[kQuads];
+        each_quad<kBits>(unit, [&](auto j, Bytes found) EDGELLM_LAMBDA { codes[j] = found; });
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++) {  // rows stand in the halves of each sum
-        const int64x2_t a = vreinterpretq_s64_s32(sums[r / 2][0]), b = vreinterpretq_s64_s32(sums[r / 2][1]);
-        acc[r][i / 4].part[i % 4] += Ints(r % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
-      }
+        for (int j = 0; j < kQuads; j += 2)
+          add_pairs<R>(sums[H == 1 ? 0 : (first + j) / 4], codes[j], codes[j + 1], x + k + 4 * j, stride);
+      });
+#pragma GCC unroll 2
+      for (int h = 0; h < H; h++) add_sums<R>(acc[h], sums[h], i);
+    }
+  }
+
+ private:
+  // Adds sums of registers i of 4 channels; rows stand in the halves of each.
+  template <int R, int S>
+  static EDGELLM_INLINE void add_sums(I (&acc)[R][S], const int32x4_t (&sums)[(R + 1) / 2][2], int i) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const int64x2_t a = vreinterpretq_s64_s32(sums[r / 2][0]), b = vreinterpretq_s64_s32(sums[r / 2][1]);
+      acc[r][i / 4].part[i % 4] += Ints(r % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
     }
   }
 };

@@ -120,7 +120,8 @@ struct LookUp {
       require(ids.as<int64_t>()[row] >= 0 && ids.as<int64_t>()[row] < weight.out_features,
               "LookUp: an id is outside of the embedding");
     const Tensor scales = ort::input(context, 2), minima = ort::input(context, 3);
-    require(!scales || (takes_codes(weight.form) && scales.count() == rows * weight.blocks()),
+    require(!scales || (takes_codes(weight.form) && !weight.has_quantized_scales &&
+                        scales.count() == rows * weight.blocks()),
             "LookUp: there is not a scale for each block");
     require(!minima || (scales && minima.count() == scales.count()), "LookUp: there is not a minimum for each scale");
     if (!rows) return;

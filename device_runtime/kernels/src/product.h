@@ -3,6 +3,7 @@
 
 #include "epilogue.h"
 #include "kernels.h"
+#include "kinds.h"
 #include "vector_math.h"
 
 namespace edgellm {
@@ -11,13 +12,16 @@ namespace {
 // ---------------------------------------------------------------------- 32 channels of a few rows
 // From `kFetchFrom` rows on, each tile prefetches a part of the next group's records: fewer rows are limited by memory
 // anyway, more would leave it idle while they compute.
+
 // out[r][s]: sums of channels [16 s, 16 s + 16) from `strip` on; blocks are added in their order.
-template <class Isa, int R, int S, Form kForm, bool kZero, int T>
+template <class Isa, int R, int S, class Kind>
 void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, PrefetchRange share,
                     F<Isa> (&out)[R][S]) {
+  constexpr Form kForm = Kind::kForm;
+  constexpr int T = Kind::kTerms, H = Kind::kBlocks, kParts = Kind::kParts;
   const Weight& w = *p.weight;
-  const int64_t ahead = w.group_bytes();
-  const int64_t blocks = p.rows.blocks, codes = w.code_bytes(), step = w.record_bytes();
+  const int64_t blocks = p.rows.blocks, inputs = Kind::inputs(w), bytes = w.record_bytes(), ahead = w.group_bytes();
+  const int64_t codes = w.code_bytes(), step = codes / kParts, halves_at = w.halves_at();
   const int8_t* x = p.rows.codes + row * T * p.rows.stride;
   const float* scales = p.rows.scales + row * blocks;
   const float* offsets = p.rows.offsets + row * blocks;
@@ -25,23 +29,33 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
   F<Isa> total[R][S];
   for (auto& totals : total)
     for (F<Isa>& one : totals) one = Isa::set(0);
-  for (int64_t b = 0; b < blocks; b++, record += step, x += w.block) {
-    for (int64_t at = share.first; at < share.last; at += 64) __builtin_prefetch(record + ahead + at, 0, 2);
-    I<Isa> acc[R * T][S];
-    for (int r = 0; r < R * T; r++)
-      for (int s = 0; s < S; s++) acc[r][s] = Isa::set_int(r % T < T - 1 ? 0 : starts[r / T * blocks + b]);
-    Isa::template dot<kForm>(acc, record + strip * 64, x, p.rows.stride, w.block);
-    for (int s = 0; s < S; s++) {
-      const uint8_t* halves = record + codes + (strip + s) * 32;
-      const F<Isa> scale = Isa::load_half(halves);
-      for (int r = 0; r < R; r++) {
-        const F<Isa> both = Isa::mul(scale, Isa::set(scales[r * blocks + b]));
-        const I<Isa> sum = T == 1 ? acc[r][s] : Isa::add_int(Isa::times128(acc[r * T][s]), acc[r * T + T - 1][s]);
-        total[r][s] = Isa::fma(Isa::to_float(sum), both, total[r][s]);
-        if (kZero) total[r][s] = Isa::fma(Isa::load_half(halves + 64), Isa::set(offsets[r * blocks + b]), total[r][s]);
-      }
+  for (int64_t b = 0; b < blocks; record += bytes)
+    for (int i = 0; i < kParts; i++, b += H, x += inputs) {
+      for (int64_t at = share.first; at < share.last; at += 64)
+        __builtin_prefetch(record + ahead + i * bytes / kParts + at, 0, 2);
+      I<Isa> acc[H][R * T][S];
+      for (int h = 0; h < H; h++)
+        for (int r = 0; r < R * T; r++)
+          for (int s = 0; s < S; s++)
+            acc[h][r][s] = Isa::set_int(r % T < T - 1 ? 0 : starts[r / T * blocks + b + h]);
+      const uint8_t* first = record + i * step + strip * 64;
+      if constexpr (has_odd_bits(kForm))
+        Isa::template dot_units<kForm>(acc, first, x, p.rows.stride, inputs / H);
+      else
+        Isa::template dot<kForm>(acc[0], first, x, p.rows.stride, inputs);
+      for (int h = 0; h < H; h++)
+        for (int s = 0; s < S; s++) {
+          const Factors<Isa> f = load_factors<Isa, Kind>(
+              record + halves_at + (strip + s) * 32, record + codes + (i * H + h) * kGroup + (strip + s) * kStrip);
+          for (int r = 0; r < R; r++) {
+            const int64_t at = r * blocks + b + h;
+            const I<Isa>& last = acc[h][r * T + T - 1][s];
+            const I<Isa> sum = T == 1 ? last : Isa::add_int(Isa::times128(acc[h][r * T][s]), last);
+            total[r][s] = Isa::fma(Isa::to_float(sum), Isa::mul(f.scale, Isa::set(scales[at])), total[r][s]);
+            if (Kind::kZero) total[r][s] = Isa::fma(f.minimum, Isa::set(offsets[at]), total[r][s]);
+          }
+        }
     }
-  }
   for (int r = 0; r < R; r++)
     for (int s = 0; s < S; s++) out[r][s] = total[r][s];
 }
@@ -87,42 +101,42 @@ void float_tile(const Product& p, const uint8_t* record, int strip, int64_t row,
   }
 }
 
-template <class Isa, int R, int S, Form kForm, bool kZero, int T>
+template <class Isa, int R, int S, class Kind>
 void run_tile(const Product& p, int64_t group, int64_t row, PrefetchRange share) {
   const Weight& w = *p.weight;
   F<Isa> sums[R][2];
   for (int strip = 0; strip < 2; strip += S) {
     F<Isa> some[R][S];
     const uint8_t* record = w.records + group * w.group_bytes();
-    if constexpr (takes_codes(kForm))
-      quantized_tile<Isa, R, S, kForm, kZero, T>(p, record, strip, row, strip ? PrefetchRange{} : share, some);
+    if constexpr (takes_codes(Kind::kForm))
+      quantized_tile<Isa, R, S, Kind>(p, record, strip, row, strip ? PrefetchRange{} : share, some);
     else
-      float_tile<Isa, R, S, kForm>(p, record, strip, row, strip ? PrefetchRange{} : share, some);
+      float_tile<Isa, R, S, Kind::kForm>(p, record, strip, row, strip ? PrefetchRange{} : share, some);
     for (int r = 0; r < R; r++)
       for (int s = 0; s < S; s++) sums[r][strip + s] = some[r][s];
   }
   for (int r = 0; r < R; r++) write_group<Isa>(p, group, row + r, sums[r][0], sums[r][1]);
 }
 
-template <class Isa, int R, Form kForm, bool kZero, int T>
+template <class Isa, int R, class Kind>
 void run_rows(const Product& p, int64_t group, int64_t row, int64_t count, PrefetchRange share) {
+  constexpr int kStrips = R == 1 || (takes_codes(Kind::kForm) && Isa::kWholeGroups) ? 2 : Isa::kStrips;
   if (count == R)
-    run_tile<Isa, R, R == 1 || (takes_codes(kForm) && Isa::kWholeGroups) ? 2 : Isa::kStrips, kForm, kZero, T>(
-        p, group, row, share);
+    run_tile<Isa, R, kStrips, Kind>(p, group, row, share);
   else if constexpr (R > 1)
-    run_rows<Isa, R - 1, kForm, kZero, T>(p, group, row, count, share);
+    run_rows<Isa, R - 1, Kind>(p, group, row, count, share);
 }
 
 // A panel of rows stays in the L2 cache while the weights are read.
 constexpr int64_t kPanelBytes = 512 << 10;
 
-template <class Isa, Form kForm, bool kZero, int T = 1>
+template <class Isa, class Kind>
 void run_groups(const Product& p, int64_t first, int64_t last) {
-  constexpr int kRows = Isa::kRows / T;
-  const int64_t row_bytes = p.rows.stride * (takes_codes(kForm) ? T : 4);
+  constexpr int kRows = Isa::kRows / Kind::kTerms;
+  const int64_t row_bytes = p.rows.stride * (takes_codes(Kind::kForm) ? Kind::kTerms : 4);
   const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;
   const int64_t panel = fitting > kRows ? fitting : kRows;
-  const int64_t lines = (p.weight->record_bytes() + 63) / 64;
+  const int64_t lines = (p.weight->record_bytes() / Kind::kParts + 63) / 64;
   for (int64_t top = 0; top < p.num_rows; top += panel) {
     const int64_t rows = p.num_rows - top < panel ? p.num_rows - top : panel;
     const int64_t tiles = (rows + kRows - 1) / kRows;
@@ -130,36 +144,15 @@ void run_groups(const Product& p, int64_t first, int64_t last) {
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
         const PrefetchRange share = {lines * tile / tiles * 64, lines * (tile + 1) / tiles * 64};
-        run_rows<Isa, kRows, kForm, kZero, T>(p, group, top + begin, end - begin,
-                                              rows < Isa::kFetchFrom ? PrefetchRange{} : share);
+        run_rows<Isa, kRows, Kind>(p, group, top + begin, end - begin,
+                                   rows < Isa::kFetchFrom ? PrefetchRange{} : share);
       }
   }
 }
 
 template <class Isa>
 void product(const Product& p, int64_t first, int64_t last) {
-  const bool zero = p.weight->has_zero_points;
-  switch (p.weight->form) {
-    case Form::kInt4:
-      return zero ? run_groups<Isa, Form::kInt4, true>(p, first, last)
-                  : run_groups<Isa, Form::kInt4, false>(p, first, last);
-    case Form::kInt8:
-      if (p.weight->input_terms == 2)
-        return zero ? run_groups<Isa, Form::kInt8, true, 2>(p, first, last)
-                    : run_groups<Isa, Form::kInt8, false, 2>(p, first, last);
-      return zero ? run_groups<Isa, Form::kInt8, true>(p, first, last)
-                  : run_groups<Isa, Form::kInt8, false>(p, first, last);
-    case Form::kFp4:
-      return run_groups<Isa, Form::kFp4, false>(p, first, last);
-    case Form::kFloat16:
-      return run_groups<Isa, Form::kFloat16, false>(p, first, last);
-    case Form::kBFloat16:
-      return run_groups<Isa, Form::kBFloat16, false>(p, first, last);
-    case Form::kFloat32:
-      return run_groups<Isa, Form::kFloat32, false>(p, first, last);
-    case Form::kFp8:
-      return run_groups<Isa, Form::kFp8, false>(p, first, last);
-  }
+  with_kind(*p.weight, [&](auto kind) { run_groups<Isa, decltype(kind)>(p, first, last); });
 }
 
 }  // namespace

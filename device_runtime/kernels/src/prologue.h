@@ -35,7 +35,7 @@ template <class Isa>
 void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
   const Weight& w = *p.weight;
   const int64_t K = w.in_features;
-  const int middle = w.form == Form::kInt4 ? 8 : w.form == Form::kFp4 ? kFp4Middle : Isa::kMiddle8;
+  const int middle = w.form == Form::kInt8 ? Isa::kMiddle8 : w.middle();
   for (int64_t row = first_row; row < last_row; row++) {
     const float* x = p.x + row * K;
     float* out = p.rows.floats + row * p.rows.stride;

@@ -19,6 +19,7 @@ namespace {
 #ifndef EDGELLM_INLINE
 #define EDGELLM_INLINE inline __attribute__((always_inline))
 #endif
+#define EDGELLM_LAMBDA __attribute__((always_inline))
 
 // Registers of `kBytes` bytes.
 template <int kBytes_>
@@ -49,6 +50,44 @@ struct Registers {
 #else
     return __builtin_shuffle(a, b, Ints{kLane...});
 #endif
+  }
+  // The codes of four inputs from those of a unit.
+  template <int kBits, int kQuad, int kTo = 0, int kWords>
+  static EDGELLM_INLINE Bytes quad(const Bytes (&words)[kWords]) {
+    constexpr CodePiece piece = piece_of(kBits, kQuad, kTo);
+    constexpr uint32_t mask = (((1u << piece.width) - 1) << piece.to) * 0x01010101u;
+    const Bytes found = Bytes(Ints(words[piece.word]) >> (piece.from - piece.to) & int32_t(mask));
+    if constexpr (piece.to + piece.width < kBits)
+      return found | quad<kBits, kQuad, piece.to + piece.width>(words);
+    else
+      return found;
+  }
+  // function(j, codes of inputs 4 j to 4 j + 3) for one register of channels of a unit at w.
+  template <int kBits, class Function, size_t... j>
+  static EDGELLM_INLINE void each_quad(const uint8_t* w, Function function, std::index_sequence<j...>) {
+    constexpr int kWords = unit_of(kBits).words;
+    Bytes words[kWords];
+#pragma GCC unroll 8
+    for (int i = 0; i < kWords; i++) words[i] = read<Bytes>(w + i * 4 * kGroup);
+    (function(std::integral_constant<int, int(j)>{}, quad<kBits, int(j)>(words)), ...);
+  }
+  template <int kBits, class Function>
+  static EDGELLM_INLINE void each_quad(const uint8_t* w, Function function) {
+    each_quad<kBits>(w, function, std::make_index_sequence<unit_of(kBits).quads>{});
+  }
+  // function(first quad, unit, its first input) for the units of a block, or of two blocks of 16 inputs.
+  template <int kBits, int H, class Function, size_t... i>
+  static EDGELLM_INLINE void each_unit(const uint8_t* w, int64_t block, Function function, std::index_sequence<i...>) {
+    constexpr int kBytesOfUnit = unit_of(kBits).words * 4 * kGroup, kQuads = unit_of(kBits).quads;
+    if constexpr (H == 1)
+      for (int64_t k = 0; k < block; k += 4 * kQuads, w += kBytesOfUnit)
+        function(std::integral_constant<int, 0>{}, w, k);
+    else
+      (function(std::integral_constant<int, int(i) * kQuads>{}, w + i * kBytesOfUnit, int64_t(i) * 4 * kQuads), ...);
+  }
+  template <int kBits, int H, class Function>
+  static EDGELLM_INLINE void each_unit(const uint8_t* w, int64_t block, Function function) {
+    each_unit<kBits, H>(w, block, function, std::make_index_sequence<8 / unit_of(kBits).quads>{});
   }
   // Of every 2 * kHalf lanes the lower halves of a and b, or from kUp = kHalf on the upper.
   template <int kHalf, int kUp, class V, size_t... j>
@@ -184,6 +223,13 @@ struct Vector : Native {
     Native::load_codes(p, x);
     return each([&](int i) { return __builtin_convertvector(x[i], Floats); });
   }
+  // Sixteen bytes' halves, as numbers from 0 to 15.
+  template <bool kHigh>
+  static EDGELLM_INLINE F load_nibbles(const uint8_t* p) {
+    Ints x[kParts];
+    Native::load_codes(p, x);
+    return each([&](int i) { return __builtin_convertvector(x[i] >> (kHigh ? 4 : 0) & 15, Floats); });
+  }
   static EDGELLM_INLINE void store_half(void* p, F x) {
     for_each([&](int i) { Native::write(static_cast<uint16_t*>(p) + i * kLanes, Native::to_half(part(x, i))); });
   }
@@ -254,6 +300,27 @@ struct Vector : Native {
       dot_by<kForm, 4>(acc, w, x, stride, block);
     else
       dot_by<kForm, 2>(acc, w, x, stride, block);
+  }
+  // The same of codes in units, of H blocks; two have 16 inputs each.
+  template <Form kForm, int H, int R, int S>
+  static EDGELLM_INLINE void dot_units(I (&acc)[H][R][S], const uint8_t* w, const int8_t* x, int64_t stride,
+                                       int64_t block) {
+    constexpr int kBits = bits_of(kForm);
+#pragma GCC unroll 8
+    for (int i = 0; i < S * kParts; i++) {
+      Ints sums[H][R];
+      each_sum<H, R>([&](int h, int r) { sums[h][r] = part(acc[h][r][i / kParts], i % kParts); });
+      const auto add_unit = [&](auto first, const uint8_t* unit, int64_t k) EDGELLM_LAMBDA {
+        Native::template each_quad<kBits>(unit, [&](auto j, Bytes codes) EDGELLM_LAMBDA {
+          constexpr int h = H == 1 ? 0 : (decltype(first)::value + decltype(j)::value) / 4;
+          const int8_t* row = x + k + 4 * j;
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sums[h][r] = Native::add4(sums[h][r], codes, broadcast(row + r * stride));
+        });
+      };
+      Native::template each_unit<kBits, H>(w + i * kBytes, block, add_unit);
+      each_sum<H, R>([&](int h, int r) { part(acc[h][r][i / kParts], i % kParts) = sums[h][r]; });
+    }
   }
 
  private:

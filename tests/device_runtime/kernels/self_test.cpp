@@ -26,27 +26,55 @@ std::vector<float> floats(int64_t count) {
   return out;
 }
 
+struct Shape {
+  int64_t K, N, block, rows;
+  bool zero, gated, scaled;  // scaled: scales are quantized
+  int terms;
+};
+
+Shape random_shape(Form form, int trial) {
+  const bool quantized = takes_codes(form);
+  const bool many = trial == 0 && quantized;  // more than a panel
+  const bool always_scaled = form == Form::kInt3 || form == Form::kInt6;
+  const bool can_be_scaled = form == Form::kInt2 || form == Form::kInt4 || form == Form::kInt5;
+  Shape s{};
+  s.gated = trial % 5 == 4;
+  s.scaled = always_scaled || (can_be_scaled && trial % 3 == 1);
+  s.K = s.scaled ? kSpan * (1 + below(3)) : many ? 600 : 1 + below(300);
+  s.N = s.gated ? 64 : many ? 40 : 1 + below(100);
+  s.rows = many ? 1000 : 1 + below(trial % 3 ? 10 : 60);
+  s.block = s.scaled ? (form == Form::kInt4 || form == Form::kInt5 ? 32 : 16) : quantized ? 16 << below(4) : 1;
+  if (form == Form::kFp4) s.block = 16 << below(2);
+  if (form == Form::kInt5 && !s.scaled) s.block = 32 << below(3);
+  if (form == Form::kFp8) s.block = 1 + below(s.K);
+  const bool can_have_zero = form == Form::kInt4 || form == Form::kInt5 || form == Form::kInt8;
+  s.zero = s.scaled ? !always_scaled : can_have_zero && trial % 2;
+  s.terms = form == Form::kInt8 && trial % 3 ? 2 : 1;
+  return s;
+}
+
 // Random codes, and in the places of halves random halves near 1.
-std::vector<uint8_t> random_weight(Form form, int64_t K, int64_t N, int64_t block, bool zero, bool gated, int terms) {
-  Weight w{form, zero, gated, terms, K, N, block, 1, nullptr};
+std::vector<uint8_t> random_weight(Form form, const Shape& s) {
+  Weight w{form, s.zero, s.gated, s.scaled, s.terms, s.K, s.N, s.block, 1, nullptr};
   Header h{{'e', 'd', 'g', 'e', 'l', 'l', 'm', 'W'},
            2,
            uint32_t(form),
-           uint32_t(K),
-           uint32_t(N),
-           uint32_t(block),
-           zero,
-           gated,
+           uint32_t(s.K),
+           uint32_t(s.N),
+           uint32_t(s.block),
+           s.zero,
+           s.gated,
            0.5f,
            uint64_t(sizeof(Header) + w.groups() * w.group_bytes()),
-           uint32_t(terms),
+           uint32_t(s.terms),
+           s.scaled,
            {}};
   std::vector<uint8_t> out(h.bytes);
   std::memcpy(out.data(), &h, sizeof h);
   for (size_t at = sizeof h; at < out.size(); at += w.record_bytes())
     for (int64_t i = 0; i < w.record_bytes(); i++) {
       const bool is_half =
-          i >= w.code_bytes() || form == Form::kFloat16 || form == Form::kBFloat16 || form == Form::kFloat32;
+          i >= w.halves_at() || form == Form::kFloat16 || form == Form::kBFloat16 || form == Form::kFloat32;
       const int odd = form == Form::kFloat32 ? 3 : 1;  // where exponents stand
       out[at + i] = is_half && i % (odd + 1) == odd ? uint8_t(0x38 + below(8) + 128 * below(2)) : uint8_t(generator());
     }
@@ -71,31 +99,23 @@ bool equal(const std::vector<float>& a, const std::vector<float>& b) {
 
 void test_products(const Sets& sets, Faults& faults) {
   for (const Form form :
-       {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16, Form::kFp8, Form::kFloat32})
+       {Form::kInt4, Form::kInt8, Form::kFp4, Form::kFloat16, Form::kBFloat16, Form::kFp8, Form::kFloat32, Form::kInt2,
+        Form::kInt3, Form::kInt5, Form::kInt6})
     for (int trial = 0; trial < 24; trial++) {
-      const bool quantized = takes_codes(form), gated = trial % 5 == 4;
-      const bool many = trial == 0 && quantized;  // more than a panel
-      const int64_t K = many ? 600 : 1 + below(300), N = gated ? 64 : many ? 40 : 1 + below(100),
-                    rows = many ? 1000 : 1 + below(trial % 3 ? 10 : 60);
-      const int64_t block = form == Form::kFp4   ? 16 << below(2)
-                            : form == Form::kFp8 ? 1 + below(K)
-                            : quantized          ? 16 << below(4)
-                                                 : 1;
-      const bool zero = quantized && form != Form::kFp4 && trial % 2;
-      const std::vector<uint8_t> packed =
-          random_weight(form, K, N, block, zero, gated, form == Form::kInt8 && trial % 3 ? 2 : 1);
+      const Shape s = random_shape(form, trial);
+      const std::vector<uint8_t> packed = random_weight(form, s);
       Weight w;
       if (const char* fault = read_weight(packed.data(), packed.size(), &w)) {
         std::printf("%s\n", fault);
         faults.back()++;
         return;
       }
-      const std::vector<float> x = floats(rows * K), gamma = floats(K);
+      const std::vector<float> x = floats(s.rows * s.K), gamma = floats(s.K);
       const std::vector<float> expected = multiply(*sets.back(), w, x, gamma);
       for (size_t i = 0; i + 1 < sets.size(); i++) {
         if (equal(multiply(*sets[i], w, x, gamma), expected)) continue;
-        std::printf("%s: form %d, K %d, N %d, block %d, rows %d\n", sets[i]->name, int(form), int(K), int(N),
-                    int(block), int(rows));
+        std::printf("%s: form %d, K %d, N %d, block %d, rows %d\n", sets[i]->name, int(form), int(s.K), int(s.N),
+                    int(s.block), int(s.rows));
         faults[i]++;
       }
     }

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import DOUBLED_FP4, channel, float_case, fp8_case, product, quantized_case
+from kernel_calls import (
+    DOUBLED_FP4,
+    blocks_case,
+    channel,
+    float_case,
+    fp8_case,
+    product,
+    quantized_case,
+)
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
@@ -23,6 +31,18 @@ SHAPES = (  # kind, K, N, block, zero points, gated, terms of inputs
     ("int8", 40, 5, 64, False),
     ("int8", 200, 41, 16, False, False, 2),
     ("int8", 384, 64, 128, True, False, 2),
+    ("int2", 300, 72, 64, False),
+    ("int2", 400, 33, 128, False),
+    ("int2", 90, 40, 16, False),
+    ("int5", 200, 41, 32, False),
+    ("int5", 300, 64, 128, True),
+)
+BLOCKS = (  # kind, K, N of quantized scales
+    ("int2", 512, 70),
+    ("int3", 256, 40),
+    ("int4", 512, 33),
+    ("int5", 512, 64),
+    ("int6", 768, 41),
 )
 # Of the norm of y: a code of 8 bits is off by 1/254 of its block's largest at most, 0.6 % of a row
 # of normal numbers; up to twice that where the blocks' sums rule y.
@@ -57,6 +77,27 @@ def test_every_instruction_set_has_the_bits_of_the_reference(shape, rng):
             assert same_bits(product(name, case, x), reference), (name, rows)
 
 
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+def test_quantized_scales_are_exact(shape, rng):
+    """Also for the largest codes, whose sums must fit 16 bits on AVX2."""
+    case = blocks_case(rng, *shape)
+    for rows in (*range(1, 6), 13, 33):
+        x = rng.integers(-127, 128, (rows, shape[1])).astype(np.float32)
+        x[:, ::16] = 127  # every block's scale is 1
+        reference = product("scalar", case, x)
+        assert relative_error(reference, x @ case.weight.T) < 1e-6
+        for name in FAST:
+            assert same_bits(product(name, case, x), reference), (name, rows)
+    x = np.full((3, shape[1]), 1, np.float32)
+    packed = case.packed.copy()
+    records = packed[64:].reshape(-1, case.form.record_bytes)
+    records[:, : 256 * 32 * int(shape[0][3:]) // 8] = 0xFF
+    reference = product("scalar", case, x, packed=packed)
+    for name in FAST:
+        assert same_bits(product(name, case, x, packed=packed), reference)
+        assert same_bits(product(name, case, -x, packed=packed), -reference)
+
+
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[7]], ids=str)
 def test_integer_products_are_exact(shape, rng):
     """Integers up to 127 have no rounding error; only the float sums have one."""
@@ -68,18 +109,23 @@ def test_integer_products_are_exact(shape, rng):
         assert relative_error(product(name, case, x), x @ case.weight.T) < 4e-4
 
 
-@pytest.mark.parametrize(("kind", "block"), [("int4", 128), ("int8", 128), ("fp4", 16)])
+@pytest.mark.parametrize(
+    ("kind", "block"), [("int4", 128), ("int8", 128), ("fp4", 16), ("int2", 128), ("int5", 128)]
+)
 def test_the_largest_integers_do_not_overflow(kind, block, rng):
     """Sums of pairs of products have 16 bits on AVX2."""
     case = quantized_case(rng, kind, 256, 32, block)
     packed = case.packed.copy()
     records = packed[64:].reshape(256 // block, -1)
     for value in (0x77, 0xFF) if kind == "fp4" else (0, 0xFF):
-        records[:, : block * 32 * (8 if kind == "int8" else 4) // 8] = value
+        records[:, :-64] = value
         for sign in (-1, 1):
             x = np.full((3, 256), sign, np.float32)
             reference = product("scalar", case, x, packed=packed)
-            code = {"int4": value // 17 - 8, "fp4": DOUBLED_FP4[value & 15]}.get(kind, value - 128)
+            code = DOUBLED_FP4[value & 15]
+            if kind != "fp4":
+                half = 1 << int(kind[3:]) - 1
+                code = half - 1 if value else -half
             halves = records[:, -64:].copy().view(np.float16).astype(np.float64).sum(0)
             multiplier = case.packed[36:40].view(np.float32)[0]
             np.testing.assert_allclose(
@@ -117,26 +163,31 @@ def test_channels_decode_to_their_weights(rng):
     cases += [
         fp8_case(rng, 200, 33, 48),
         *(float_case(rng, f"{k}16", 75, 40) for k in ("float", "bfloat")),
+        *(blocks_case(rng, *shape) for shape in BLOCKS),
     ]
     for case in cases:
         for index in (0, 31, 32, case.form.out_features - 1):
             if index < case.form.out_features:
                 # zero points are stored as half products: 2^-11 of them
-                bound = 4e-4 if case.form.has_zero_points else 1e-6
+                is_rounded = case.form.has_zero_points and not case.form.has_quantized_scales
+                bound = 4e-4 if is_rounded else 1e-6
                 assert relative_error(channel(case, index), case.weight[index]) < bound
 
 
 @pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("kind", ["int4", "int8", "float16", "fp8"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "float16", "fp8", "int6"])
 def test_results_are_batch_invariant(name, kind, rng):
-    if kind == "float16":
+    width = 256 if kind == "int6" else 96
+    if kind == "int6":
+        case = blocks_case(rng, kind, width, 64)
+    elif kind == "float16":
         case = float_case(rng, kind, 96, 64)
     elif kind == "fp8":
         case = fp8_case(rng, 96, 64, 96)
     else:
         case = quantized_case(rng, kind, 96, 64, 32, zero_points=True)
-    gamma = rng.standard_normal(96, np.float32)
-    x = rng.standard_normal((2048, 96), np.float32)
+    gamma = rng.standard_normal(width, np.float32)
+    x = rng.standard_normal((2048, width), np.float32)
     alone = np.concatenate([product(name, case, row[None], gamma=gamma) for row in x[:256]])
     together = product(name, case, x, gamma=gamma, threads=2)
     assert same_bits(together[:256], alone)
@@ -199,10 +250,11 @@ def test_zeros_outliers_and_nan_do_not_affect_other_rows(name, rng):
 
 
 DAMAGES = {
-    "magic": (0, b"x"), "version": (8, b"\x63"), "form": (12, b"\x09"),
+    "magic": (0, b"x"), "version": (8, b"\x63"), "form": (12, b"\x0c"),
     "K": (16, b"\xff\xff\xff\xff"), "N": (20, b"\x00\x00\x00\x00"), "block": (24, b"\x21"),
     "zero points": (28, b"\x02"), "terms": (48, b"\x02"),
-    "gated": (32, b"\x07"), "multiplier": (36, b"\x00\x00\xc0\x7f"), "bytes": (40, b"\x01"),
+    "gated": (32, b"\x07"), "quantized scales": (52, b"\x02"),
+    "multiplier": (36, b"\x00\x00\xc0\x7f"), "bytes": (40, b"\x01"),
 }  # fmt: skip
 
 
