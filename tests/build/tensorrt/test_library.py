@@ -156,7 +156,11 @@ def test_full_tensorrt_takes_several_copies_of_the_weights(
 
 
 MANIFEST = SimpleNamespace(
-    backend="tensorrt", backend_version="TensorRT 10.16.2.10", machine="sm110", builder="llm_build"
+    backend="tensorrt",
+    backend_version="TensorRT 10.16.2.10",
+    machine="sm110",
+    builder="llm_build",
+    decoder=SimpleNamespace(audio=None),
 )
 
 
