@@ -65,9 +65,9 @@ SCHEMES = {
 }
 KINDS = ("Q4_0", "Q4_K", "AWQ")
 # Parts of a GGUF file and of its engine.
-_HEAD, _SCALES, _ROTARY = "embedding and head in Q6_K", "its scales for lookups", "rotary tables"
+_HEAD, _ROTARY = "embedding and head in Q6_K", "rotary tables"
 _REST, _ALL = "tokenizer, norms, metadata", "all"
-_PARTS = ("layers in Q4_K", "layers in Q6_K", _HEAD, _SCALES, _ROTARY, _REST, _ALL)
+_PARTS = ("layers in Q4_K", "layers in Q6_K", _HEAD, _ROTARY, _REST, _ALL)
 _BOUND, _COPIES = 600e6, 2
 _TORCH_EXPORT = """
 import sys, torch
@@ -296,7 +296,7 @@ def _parts_of_file(path: Path) -> Counter[str]:
 
 
 def _parts_of_engine(folder: Path) -> Counter[str]:
-    """Bytes of an engine's tensors by part: packed weights keep 4 bits, or have 8."""
+    """Bytes of an engine's tensors by part."""
     found: Counter[str] = Counter()
     for name, value in ir.load(folder / "decode.onnx").graph.initializers.items():
         num_bytes = value.const_value.nbytes if value.const_value is not None else 0
@@ -304,8 +304,6 @@ def _parts_of_engine(folder: Path) -> Counter[str]:
             found[_HEAD] += num_bytes
         elif name.endswith("_packed"):
             found["layers in Q4_K" if "int4" in name else "layers in Q6_K"] += num_bytes
-        elif name.endswith(".table"):
-            found[_SCALES] += num_bytes
         elif name in ("Cos", "Sin"):
             found[_ROTARY] += num_bytes
     return found

@@ -33,7 +33,7 @@ _HINT = (
 def library_path() -> Path:
     """The path of the shared library: prebuilt in the package, or compiled on this machine.
 
-    It is compiled once for each compiler and version of the sources, in 30 s of processor time.
+    It is compiled once for each compiler and version of the sources, in 45 s of processor time.
 
     Raises:
         EdgeLLMError: there is no library and no compiler, or the folder is not writable.
