@@ -2,9 +2,10 @@
 
 The num_rows new rows have the slots [write_index, write_index + num_rows). A row attends to all
 earlier slots, or to those of its window; among the last mask_columns live slots the mask `tree`
-int8 [num_rows, mask_columns] decides. Time grows with the live length, not with the capacity; the
-context is split among programs. In a pass of several sequences (MANY) the rows of a sequence are
-contiguous, and slots, masks and positions are relative to the sequence; see `cache.py`.
+int8 [num_rows, mask_columns] decides. A row that it lets attend to a later one is of an image, so
+the rows between attend to that one, too. Time grows with the live length, not with the capacity;
+the context is split among programs. In a pass of several sequences (MANY) the rows of a sequence
+are contiguous, and slots, masks and positions are relative to the sequence; see `cache.py`.
 """
 
 import triton
@@ -24,6 +25,7 @@ from edgellm.device_runtime.kernels.triton.cache import (
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NOTHING: tl.constexpr = tl.constexpr(-1e30)  # below all scores, and finite
 MAX_SHARES: tl.constexpr = tl.constexpr(16)
+COLUMNS: tl.constexpr = tl.constexpr(128)  # of a mask that are read together
 
 
 @triton.jit
@@ -106,13 +108,13 @@ def attend(
     own_numbers = _numbers(inside, d, size, GENERAL)
     x = tl.load(q + query[:, None] * size + d[None, :], mask=own_numbers, other=0.0)
     x = (x * (LOG2_E * tl.rsqrt(head_dim.to(tl.float32)))).to(tl.float16)
-    own = mask[1] + step, inside, window, live
-    oldest, begin, length = _share(own, share, shares, ROWS, BLOCK, WINDOWED)
+    own = mask, step, inside, window, live
+    oldest, begin, end = _share(own, share, shares, D, ROWS, BLOCK, WINDOWED, GENERAL, MANY)
     top, total = tl.full([ROWS], NOTHING, tl.float32), tl.zeros([ROWS], tl.float32)
     y = tl.zeros([ROWS, D], tl.float32)
     keys, key_scales = find_rows(table, layer, 0, cache, base, size, CODES)
     values, value_scales = find_rows(table, layer, 1, cache, base, size, CODES)
-    for first in tl.range(begin, tl.minimum(live, begin + length), BLOCK):
+    for first in tl.range(begin, end, BLOCK):
         slots = first + tl.arange(0, BLOCK)
         alive = slots < live
         at = slots[:, None] * size + d[None, :]
@@ -159,16 +161,55 @@ def _span(
 
 
 @triton.jit
-def _share(own, share, shares, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr):
-    """The first position of each row's window (0: no limit); first slot and length of a share."""
-    positions, inside, window, live = own
+def _share(
+    own,
+    share,
+    shares,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    GENERAL: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """The first position of each row's window (0: no limit); first and end slot of a share."""
+    mask, step, inside, window, live = own
+    positions = mask[1] + step
     oldest, begin = tl.zeros([ROWS], tl.int32), 0
     if WINDOWED:
         position = tl.load(positions, mask=inside, other=FAR).to(tl.int32)
         oldest = position - tl.where(window != 0, window, FAR) + 1
         begin = tl.maximum(tl.min(oldest, 0), 0) // BLOCK * BLOCK
     length = tl.cdiv(tl.cdiv(tl.maximum(live - begin, 0), BLOCK), shares) * BLOCK
-    return oldest, begin + share * length, length
+    begin += share * length
+    end = live
+    if D <= 128 and not (GENERAL and MANY):  # other kernels have no registers left
+        end = _end(mask, step, inside, live, BLOCK, MANY)
+    return oldest, begin, tl.minimum(end, begin + length)
+
+
+@triton.jit
+def _end(mask, step, inside, live, BLOCK: tl.constexpr, MANY: tl.constexpr):
+    """One past the last slot that a program's rows attend to, at most `live`.
+
+    Rows attend to none after their own, except in images, see the module. So in a pass of one
+    sequence the mask of the last row decides. It is read if a block or more may be left out. In a
+    pass of several, sequences with a mask are computed to the end.
+    """
+    tree, _, mask_columns, count, columns = mask
+    row = tl.max(tl.where(inside, step, -1), 0)
+    after = count - 1 - row
+    end = live
+    if MANY:
+        end = tl.where(columns == 0, live - after, live)
+    elif after >= BLOCK:
+        last = tl.maximum(columns - after, 0)
+        for first in tl.range(last, columns, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            seen = tl.load(tree + row * mask_columns + column, mask=column < columns, other=0)
+            last = tl.maximum(last, tl.max(tl.where(seen != 0, column + 1, 0), 0))
+        end = live - columns + last
+    return end
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from edgellm.device_runtime.kernels.triton import attention, cache, catalog, com
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import SHAPE
 
-LAYERS, LAYER = 2, 1
+LAYERS, LAYER, BLOCK = 2, 1, 32
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 # Of the largest error of an output: fp16 rounds weights and results, the others rows as well.
 TOLERANCE = {"fp16": 4e-3, "int8": 3e-2, "fp8": 1.2e-1}
@@ -134,7 +134,7 @@ class Pass:
             self.tree, self.positions, self.index, self.cache.table, LAYER, rows,
             self.tree.shape[1], case.heads // case.kv_heads, case.window,
             int(np.float32(case.cap).view(np.int32)), case.dim, parts, stats,
-            **{**case.attend(many=bool(self.many)).constants, "BLOCK": 32, "MANY": self.many},
+            **{**case.attend(many=bool(self.many)).constants, "BLOCK": BLOCK, "MANY": self.many},
         )  # fmt: skip
         launch(
             attention.combine, (rows * case.heads,), parts, stats, self.sinks, rows * case.heads,
@@ -240,6 +240,35 @@ def test_attention_equals_float64(name, codes):
     assert changed[LAYER, :, :, new].all()
     changed[LAYER, :, :, new] = False
     assert not changed.any()  # other slots and layers
+
+
+def _image(rows: int) -> np.ndarray:
+    """A prompt's mask whose rows 4 to 19 are an image: they attend to each other."""
+    mask = np.tri(rows, dtype=np.int8)
+    mask[4:20, 4:20] = 1
+    return mask
+
+
+@pytest.mark.parametrize("kind", ["text", "image", "many"])
+def test_no_block_after_the_last_visible_slot_is_read(monkeypatch, kind):
+    """A prompt computes nothing above the diagonal; the values are those of the whole."""
+    case, blocks, decode = Case(56, 9, 2, 1, shares=1), [], cache.decode
+    one = Pass(case)
+    one.tree[:] = _image(case.rows) if kind == "image" else np.tri(case.rows, dtype=np.int8)
+    seen, before, passes = one.visible(), one.cache.values(), [one]
+    given = SharedPass(passes, 0) if kind == "many" else one
+    monkeypatch.setattr(attention, "decode", lambda *each: (blocks.append(1), decode(*each))[1])
+    y = given.run()[: case.rows]
+    expected = one.expected(before)
+    assert np.abs(y - expected).max() < TOLERANCE["fp16"] * np.abs(expected).max()
+    steps, live = catalog.ROWS * case.kv_heads // case.heads, case.index + case.rows
+    ends = [
+        int(rows.any(0).nonzero()[0][-1]) + 1 for rows in np.split(seen, range(steps, 56, steps))
+    ]
+    # What lies less than a block before the end is read.
+    wanted = [-(-end // BLOCK) for end in ends]
+    most = [-(-(live if live - end < BLOCK else end) // BLOCK) for end in ends]
+    assert 2 * sum(wanted) <= len(blocks) <= 2 * sum(most) < 2 * len(ends) * -(-live // BLOCK)
 
 
 class SharedPass(Pass):
