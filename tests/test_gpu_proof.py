@@ -50,6 +50,7 @@ def test_a_kernel_that_serves_one_sequence_alone_is_found(monkeypatch, name):
         check_kernels(FakeDevice(), 5000)
 
 
+@pytest.mark.nightly
 def test_requested_kernels_are_supported(monkeypatch):
     """In Triton's interpreter they pass."""
     import interpreted  # skips the test where there is no Triton

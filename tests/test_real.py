@@ -71,6 +71,7 @@ def reference(bundle, transformers_model):
     return all_ids[0].numpy(), logits
 
 
+@pytest.mark.nightly
 def test_portable_graph(bundle, reference):
     ids, expected = reference
     found = run_portable(bundle, load_bundle(bundle, LLM_BUNDLE), ids, PREFILL)
@@ -146,6 +147,7 @@ def test_python_interface(engine, transformers_model):
     assert answer.token_ids == expected[0, len(ids) :].tolist()
 
 
+@pytest.mark.nightly
 def test_int4_engine_keeps_its_precision_switch_honest(int4_engine, reference):
     """Prompts as int8 move the logits of an INT4 engine less than INT4 itself does.
 
@@ -200,6 +202,7 @@ def test_speculative_fp32_outputs_are_identical(engine):
     assert accepted > 0.5 * verified  # the draft has learned something
 
 
+@pytest.mark.nightly
 def test_int4_divergences_are_close_calls(int4_engine):
     llm = LLM(int4_engine, spec=SpecOptions(tree="fixed"))
     for comparison in prove(llm, Options(max_generate_length=48), _requests(2)):

@@ -181,7 +181,7 @@ def _run(session: DecoderNetwork, ids: np.ndarray, chunks: list[int]) -> np.ndar
     return np.concatenate(logits)
 
 
-@pytest.mark.each_change("*chunked_prefill*", "*llama*")
+@pytest.mark.each_change("edgellm-*-chunked_prefill", "*-llama-*")
 @pytest.mark.parametrize(
     "chunks",
     [[40], [20, *[1] * 20], [7, 1, 13, 1, 1, 17]],

@@ -269,6 +269,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 
 
+@pytest.mark.each_change("file")
 @pytest.mark.parametrize("kind", ["file", "list"])
 def test_frames_are_resized_while_they_are_decoded(tmp_path, kind):
     """80 frames of 1080p have 500 MB; their peak is near that of four."""

@@ -266,6 +266,7 @@ CAPS = [
 ]
 
 
+@pytest.mark.nightly
 def test_limits_of_frames_are_those_of_transformers(tmp_path):
     """With `cap_pixels_per_frame`, `max_video_tokens` limits a frame or a video."""
     films = [(4, 480, 640), (10, 1080, 1920), (64, 720, 1280), (768, 1080, 1920), (6, 60, 90)]

@@ -381,6 +381,7 @@ def test_a_weight_far_from_the_source_fails_the_run(job, monkeypatch):
         run_job(job, _quiet)
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_layers(place, tmp_path):
     """Quantize 3 and then 15 layers of 5 MB in float32 in one process."""
     sizes = {"hidden_size": 384, "intermediate_size": 768}

@@ -152,6 +152,7 @@ def test_the_report_names_outlier_layers(run):
     assert dataclasses.replace(report, layers=tuple(layers[:4])).outliers == []
 
 
+@pytest.mark.each_change("int4_awq-int8", "fp8-int4")
 @pytest.mark.parametrize("head", HEAD_SCHEMES)
 @pytest.mark.parametrize("scheme", ["fp8", "int4_awq"])
 def test_a_quantized_head_is_untied(run, scheme, head, perplexity):

@@ -209,6 +209,7 @@ def test_outputs_do_not_depend_on_the_batch(written):
 
 
 # ------------------------------------------------------------------------------------ training
+@pytest.mark.nightly
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(job, tmp_path, monkeypatch):
     whole = replace(job, output_dir=tmp_path / "whole")
     run(whole)

@@ -82,6 +82,7 @@ def _expected(model, prompt: tuple[int, ...], stop_ids: frozenset[int], limit: i
     return ids[0, len(prompt) :].tolist()
 
 
+@pytest.mark.each_change("llama-7")
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_greedy_outputs_equal_those_of_transformers(model, loaded, prompts, batch):
     rows = dict(

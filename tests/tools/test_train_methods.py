@@ -132,6 +132,7 @@ def _engine(job: Job, base: Path, folder: Path) -> tuple[Path, Bundle]:
     return folder / "engine", manifest
 
 
+@pytest.mark.each_change("dflash", "medusa")
 @pytest.mark.parametrize("method", ["eagle", "medusa", "dflash", "dspark"])
 def test_a_trained_draft_is_accepted(job, base, tmp_path, monkeypatch, method):
     losses = []

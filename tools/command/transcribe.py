@@ -27,8 +27,8 @@ File = Annotated[
     Path,
     typer.Argument(
         metavar="FILE",
-        help="Read this audio: WAV, FLAC, MP3, M4A, OGG or another file that FFmpeg reads, or "
-        "16-bit mono samples at 16 kHz in a .pcm file; - reads such a file from a pipe.",
+        help="Read this audio: WAV, FLAC, MP3, M4A, OGG or another file that FFmpeg reads. A .pcm "
+        "file, or a pipe given as -, has 16-bit mono samples at 16 kHz.",
         rich_help_panel="Input",
     ),
 ]

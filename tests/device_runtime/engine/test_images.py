@@ -94,7 +94,9 @@ def _conversations(pictures: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 KINDS = ("image_first", "image_last", "two_images", "side_by_side", "two_turns", "text_only")
 
 
-@pytest.mark.each_change("*image_first*", "*qwen2_5_vl*")
+@pytest.mark.each_change(
+    "qwen2_5_vl-*", "gemma3-image_first", "gemma4_31b-two_images", "qwen3_5-image_first"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_equal_transformers(llm, reference, pictures, kind):
     messages = _conversations(pictures)[kind]

@@ -151,6 +151,7 @@ def test_portable_graphs_equal_the_dequantized_checkpoint(
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
+@pytest.mark.each_change("int8-*")
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("prefill", ["same", "int8"])
 def test_engines_are_close_to_the_dequantized_checkpoint(

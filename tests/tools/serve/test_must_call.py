@@ -59,6 +59,7 @@ PAIRS = [((), kind) for kind in tool_calls.PARSERS]
 PAIRS += [(TAGS, HermesParser), (MARK, MistralParser), (NAMED, MinistralParser)]
 
 
+@pytest.mark.each_change("True-*")
 @pytest.mark.parametrize(("llm", "kind"), PAIRS, indirect=["llm"])
 @pytest.mark.parametrize("several", [False, True])
 def test_every_family_reads_what_its_grammar_lets_through(llm, kind, several):
