@@ -7,7 +7,7 @@ make arm, or python tests/arm/device_on_arm.py --only install --only outputs --r
   those of this machine. Quantized and 16-bit engines have its weight files, but for tables of RoPE,
   and on equal tables the bits of its logits.
 * compile: `pip install .` in a clone, with the board's compiler.
-* tests: the device tests of the suite.
+* tests: the device tests of the suite, with the kernels that `install` compiled last.
 """
 
 from __future__ import annotations
