@@ -26,7 +26,7 @@ _STEP_S = 2 * FRAME_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
-    """What a transcript has."""
+    """Language, task and times of a transcript."""
 
     language: str | None = None  # code of the speech, such as "de"; None: detected
     task: str = TRANSCRIBE  # or TRANSLATE, to English

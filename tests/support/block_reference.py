@@ -46,7 +46,7 @@ class Blocks:
     group: int = 16
     config: dict[str, object] = field(default_factory=dict)
     own: dict[str, object] = field(default_factory=dict)  # of `dflash_config`
-    sizes: dict[str, object] = field(default_factory=dict)  # beside those of all layouts
+    sizes: dict[str, object] = field(default_factory=dict)  # added to those of all layouts
     window: int = 0  # of the layers `sliding`
     sliding: tuple[int, ...] = ()
     is_nested: bool = False  # as speculators writes it

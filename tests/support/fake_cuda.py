@@ -99,8 +99,7 @@ class FakeDriver:
 
     def Stream(self, flags: int = 0) -> Any:  # noqa: N802
         self.use("stream")
-        wait = lambda: self.use("synchronize")  # noqa: E731
-        return SimpleNamespace(handle=7, flags=flags, synchronize=wait)
+        return SimpleNamespace(handle=7, flags=flags, synchronize=lambda: self.use("synchronize"))
 
     def use_on(self, stream: Any, name: str) -> None:
         """Record work on a stream, which must have no order with the legacy stream."""
