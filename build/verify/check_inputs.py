@@ -136,11 +136,13 @@ def _window(spec: AudioSpec, random: np.random.Generator) -> Inputs:
 
 
 def _cross(spec: DecoderSpec, audio: AudioSpec) -> Inputs:
-    """Random keys and values of audio."""
+    """Random keys and values of audio, which engines may keep in half precision."""
     random = np.random.default_rng(8)
     shape = (1, audio.num_heads, audio.num_positions, spec.hidden_size // audio.num_heads)
     return {
-        graph_io.cross_name(layer, part): random.standard_normal(shape, np.float32)
+        graph_io.cross_name(layer, part): random.standard_normal(shape)
+        .astype(np.float16)
+        .astype(np.float32)
         for layer in range(spec.num_layers)
         for part in ("key", "value")
     }

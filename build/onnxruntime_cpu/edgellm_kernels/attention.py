@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
-from edgellm.build.lowering.function_calls import is_call, require_known
+from edgellm.build.lowering.function_calls import find_calls, is_call, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.build.plan import Plan
@@ -27,6 +27,7 @@ from edgellm.core.graph_io import (
 )
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec, is_bounded
 from edgellm.core.onnx_functions import (
+    CROSS_ATTENTION,
     VISIBLE_AROUND,
     VISIBLE_BEFORE,
     VISIBLE_BOTH_WAYS,
@@ -44,6 +45,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 _BOTH_WAYS = VISIBLE_BOTH_WAYS, VISIBLE_AROUND
 _MASKS = VISIBLE_SLOTS, VISIBLE_IN_WINDOW, VISIBLE_BEFORE, *_BOTH_WAYS
+_AUDIO_ROWS = 256  # of a page of audio: the most that the kernels take
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
@@ -100,6 +102,47 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
             pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
             value.shape = ir.Shape(pages)
             value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
+
+
+def lower_cross_attention(graph: GraphEditor, cache: KVCacheSpec | None) -> None:
+    """Rewrite attention to audio: keys and values become pages, at least in half precision."""
+    calls = [*find_calls(graph.graph, CROSS_ATTENTION)]
+    if not calls:
+        return
+    assert cache is not None
+    is_float = cache.dtype == "float32"
+    stored = ir.TensorType(ir.DataType.FLOAT if is_float else ir.DataType.FLOAT16)
+    graph.cursor = calls[0]
+    q, key, _ = calls[0].inputs
+    assert key is not None
+    assert key.shape is not None
+    positions, rows = key.shape[2], graph.node("Shape", [q], start=1, end=2)
+    assert isinstance(positions, int)
+    before = graph.node("Sub", [graph.constant("audio_positions", np.array([positions])), rows])
+    causal = graph.constant("no_mask", np.array([0]))
+    # As the last rows of a pass whose tokens attend to each other, they see all positions.
+    sequence = graph.node("Concat", [before, rows, causal], axis=0)
+    sequences = graph.node("Unsqueeze", [sequence, graph.constant("batch", np.array([0]))])
+    num_pages = -(-positions // _AUDIO_ROWS)
+    pages = graph.constant("audio_pages", np.arange(num_pages)[None])
+    for call in calls:
+        graph.cursor = call
+        q, *given = call.inputs
+        heads = call.attributes["num_heads"].as_int()
+        for value in given:
+            assert value is not None
+            assert value.shape is not None
+            value.shape = ir.Shape([num_pages, heads, _AUDIO_ROWS, value.shape[3]])
+            value.type = stored
+        y = graph.node(
+            "CachedAttention",
+            [q, None, None, *given, sequences, pages],
+            domain=DOMAIN,
+            num_heads=heads,
+            kv_num_heads=heads,
+            bidirectional=1,
+        )
+        graph.replace(call.outputs[0], y)
 
 
 def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:

@@ -352,3 +352,11 @@ def block_kv_cache(cache: KVCache) -> BlockKVCache:
     """Cast a cache of a runner with blocks."""
     assert isinstance(cache, BlockKVCache)
     return cache
+
+
+def in_pages(rows: NDArray[Any], shape: Sequence[int], dtype: type) -> NDArray[Any]:
+    """Keys or values [1, heads, A, head_dim] in pages [pages, heads, rows of a page, head_dim]."""
+    pages, heads, page_rows, head_dim = shape
+    stored = np.zeros((heads, pages * page_rows, head_dim), dtype)
+    stored[:, : rows.shape[2]] = rows[0]
+    return stored.reshape(heads, pages, page_rows, head_dim).swapaxes(0, 1)

@@ -13,7 +13,7 @@ from edgellm.core import graph_io
 from edgellm.core.model_spec import KVCacheSpec
 from edgellm.device_runtime.runners.kv_cache import KVCache
 from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import joined, share
-from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockPool
+from edgellm.device_runtime.runners.onnxruntime_cpu.block_kv_cache import BlockPool, in_pages
 from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
     BoundPass,
     Ports,
@@ -21,7 +21,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.bound_pass import (
     ports_of,
 )
 from edgellm.device_runtime.runners.onnxruntime_cpu.contiguous_kv_cache import ContiguousKVCache
-from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held
+from edgellm.device_runtime.runners.onnxruntime_graphs import KEPT_ROWS, Held, dtype_of
 from edgellm.device_runtime.runners.onnxruntime_import import ort
 from edgellm.device_runtime.runners.outputs import FetchedOutputs, Outputs
 from edgellm.device_runtime.runners.runner import Inputs, Runner
@@ -159,6 +159,7 @@ class BlockKVRunner(OnnxRuntimeRunner):
         self.kv_pool, self.max_batch_size = pool, num_sequences
         self._memory = pool
         self._adapters: dict[str, NDArray[Any]] = {}
+        self._audio_pages = _audio_pages(graphs[0].session)
         layers = _adapted_layers(graphs[0].session)
         if layers:
             none = np.zeros((1, layers, 3), np.int64)
@@ -166,7 +167,12 @@ class BlockKVRunner(OnnxRuntimeRunner):
 
     def hold(self, inputs: Inputs) -> None:
         """See `Runner`."""
-        super().hold(inputs)
+        self._images = {
+            name: in_pages(array, *self._audio_pages[name])
+            if name in self._audio_pages
+            else np.asarray(array, np.float32)
+            for name, array in inputs.items()
+        }
         self._held.replace({**self._images, **self._adapters})
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
@@ -184,6 +190,15 @@ class BlockKVRunner(OnnxRuntimeRunner):
         """See `Runner`."""
         found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
+
+
+def _audio_pages(session: ort.InferenceSession) -> dict[str, tuple[Sequence[int], type]]:
+    """Shapes and dtypes of keys and values of audio by input name."""
+    return {
+        each.name: (each.shape, dtype_of(each.type))
+        for each in session.get_inputs()
+        if each.name.startswith(graph_io.CROSS)
+    }
 
 
 def _adapted_layers(session: ort.InferenceSession) -> int:
