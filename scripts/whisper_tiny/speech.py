@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import wave
 from pathlib import Path
+from typing import Any
 
 _RETRIEVAL = 1  # samples go to a callback
 _UTF8 = 1
@@ -13,7 +14,7 @@ _CALLBACK = ctypes.CFUNCTYPE(
 )
 
 
-def say(package: Path, text: str, path: Path) -> Path:
+def speak(package: Path, text: str, path: Path) -> Path:
     """Write an English text as speech to a WAV file, mono, 16 bits, at eSpeak's 22050 Hz.
 
     Args:
@@ -25,8 +26,7 @@ def say(package: Path, text: str, path: Path) -> Path:
     pieces: list[bytes] = []
 
     @_CALLBACK
-    def receive(samples, count, events):
-        del events
+    def receive(samples: Any, count: int, _events: object) -> int:
         if samples and count:
             pieces.append(ctypes.string_at(samples, 2 * count))
         return 0
