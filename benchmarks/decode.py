@@ -123,13 +123,23 @@ def show_qwen3_5(given: argparse.Namespace, report: Report) -> None:
 
 
 def show_gemma4(given: argparse.Namespace, report: Report) -> None:
-    """Measure random weights of Gemma 4 E2B's shape, which no peer at hand makes from floats."""
+    """Measure GGUF files of Gemma 4 E2B's shape: matrices in 4.5 and in 3.4 bits a weight."""
     shape = "gemma-4-small" if given.quick else "gemma-4-e2b"
-    checkpoint = engines.random_checkpoint(given.work, shape, "BF16")
-    plan = engines.plan_of(given.threads, "int4", "edgellm")
-    engine = engines.plain_engine(checkpoint, f"int4-{given.threads}", plan, "fp16")
-    models: Models = {_label("int4", "edgellm"): (sys.executable, "edgellm", engine)}
-    _compare(shape, models, [], given, report)
+    models: Models = {}
+    for kind in ("Q4_0", "Q3_K"):
+        path = given.work / f"{shape}-{kind}.gguf"
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            config = random_weights.GEMMA_4[shape]
+            random_gguf.write_gemma4(config, smollm2.fetch(), kind, partial)
+            partial.replace(path)
+        plan = engines.plan_of(given.threads)
+        engine = engines.plain_engine(path, f"edgellm-{given.threads}", plan, "fp16")
+        models[f"edgellm {kind}"] = sys.executable, "edgellm", engine
+        if not given.quick and command.has_package("llama_cpp", given.llama_python):
+            models[f"llama.cpp {kind}"] = given.llama_python, "llama.cpp", path
+    pairs = [(f"edgellm {name.split()[1]}", name) for name in models if "llama" in name]
+    _compare(shape, models, pairs, given, report)
 
 
 MODES = {

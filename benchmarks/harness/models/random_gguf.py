@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-from harness.models.random_weights import matrices
+from harness.models.random_weights import matrices, tensor_shapes
 
 _LAYERS = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -106,6 +106,49 @@ def write_qwen3_5(config: dict[str, Any], tokenizer: Path, output: Path) -> None
     _write_tensors(writer, shapes, {**dict.fromkeys(shapes, "Q4_0"), "token_embd.weight": "Q6_K"})
 
 
+def write_gemma4(config: dict[str, Any], tokenizer: Path, kind: str, output: Path) -> None:
+    """Write a dense Gemma 4 with per-layer embeddings.
+
+    Args:
+        config: of the checkpoint.
+        tokenizer: see `write`.
+        kind: of matrices; the tables of embeddings have Q4_K.
+        output: the file.
+    """
+    arch, layers, types = "gemma4", config["num_hidden_layers"], config["layer_types"]
+    shared, full = config["num_kv_shared_layers"], config["global_head_dim"]
+    widths = [config["intermediate_size"] * (1 + (at >= layers - shared)) for at in range(layers)]
+    facts = {"rope_theta": 1e6, **config, "intermediate_size": widths}
+    writer = _begun(output, arch, facts)
+    _add_tokens(writer, tokenizer, config["vocab_size"])
+    for key, number in (
+        ("attention.key_length", full),
+        ("attention.value_length", full),
+        ("attention.key_length_swa", config["head_dim"]),
+        ("attention.value_length_swa", config["head_dim"]),
+        ("rope.dimension_count", full),
+        ("rope.dimension_count_swa", config["head_dim"]),
+        ("attention.sliding_window", config["sliding_window"]),
+        ("attention.shared_kv_layers", shared),
+        ("embedding_length_per_layer_input", config["hidden_size_per_layer_input"]),
+    ):
+        writer.add_uint32(f"{arch}.{key}", number)
+    writer.add_float32(f"{arch}.rope.freq_base_swa", 1e4)
+    writer.add_float32(f"{arch}.final_logit_softcapping", config["final_logit_softcapping"])
+    sliding = [each == "sliding_attention" for each in types]
+    writer.add_array(f"{arch}.attention.sliding_window_pattern", sliding)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, layers)
+    shapes = {}
+    for name, shape in tensor_shapes(config).items():
+        module, _, part = name.rpartition(".")
+        is_scalar = part == "layer_scalar"
+        found = names.get_name(name if is_scalar else module)
+        shapes[f"{found}.{'weight' if is_scalar else part}"] = shape
+    shapes["rope_freqs.weight"] = (full // 2,)
+    tables = dict.fromkeys(("token_embd.weight", "per_layer_token_embd.weight"), "Q4_K")
+    _write_tensors(writer, shapes, {**dict.fromkeys(shapes, kind), **tables})
+
+
 def write_llama(config: dict[str, Any], kind: str, path: Path) -> None:
     """Write a config of `random_weights.SHAPES` of the family llama, in one format or `MIXED`."""
     writer = _begun(path, "llama", config)
@@ -150,15 +193,18 @@ def _write_tensors(
             stored = (*shape[:-1], shape[-1] // values * size)
             some = np.resize(blocks[kinds[name]], int(np.prod(stored)))
             writer.write_tensor_data(some.reshape(stored))
-        elif "norm" in name or name.endswith(".ssm_a"):  # negative decays keep states bounded
-            writer.write_tensor_data(np.full(shape, 1 if "norm" in name else -1, np.float32))
+        elif name.endswith(".ssm_a"):  # negative decays keep states bounded
+            writer.write_tensor_data(np.full(shape, -1, np.float32))
+        elif any(part in name for part in ("norm", "rope_freqs", "output_scale")):
+            writer.write_tensor_data(np.ones(shape, np.float32))
         else:
             writer.write_tensor_data(random.standard_normal(shape, np.float32))
     writer.close()
 
 
 def _is_float(name: str) -> bool:
-    return any(part in name for part in ("norm", "ffn_gate_inp", ".ssm_a", "ssm_conv1d", "ssm_dt"))
+    floats = "norm", "ffn_gate_inp", ".ssm_a", "ssm_conv1d", "ssm_dt", "rope_freqs", "output_scale"
+    return any(part in name for part in floats)
 
 
 def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

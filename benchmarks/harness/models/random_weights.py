@@ -84,7 +84,6 @@ GEMMA_4: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 5,
         "vocab_size": 49152,
         "vocab_size_per_layer_input": 49152,
-        "hidden_size_per_layer_input": 64,
     },
 }
 _DTYPES: dict[str, Any] = {
@@ -121,11 +120,11 @@ def write(config: Mapping[str, Any], folder: Path, dtype: str, *, shards: bool =
     """
     if folder.exists():
         return folder
-    tensors = {name: (dtype, shape) for name, shape in _shapes(config).items()}
+    tensors = {name: (dtype, shape) for name, shape in tensor_shapes(config).items()}
     return _write_folder(config, tensors, folder, shards=shards)
 
 
-def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by name, without tied ones."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
