@@ -23,6 +23,7 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.gguf.reader import is_split
 from edgellm.export.checkpoints.lora_merge import floats
 from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.causal_lm import register_causal_lms
 from edgellm.export.pipeline.dequantize import round_inputs, write_floats
 from edgellm.export.pipeline.nvfp4_reference import has_fp4, open_fp4
 
@@ -223,6 +224,7 @@ def load_reference(source: Path, spec: DecoderSpec, num_layers: int | None) -> A
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    register_causal_lms()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     where, extra = source, {}
