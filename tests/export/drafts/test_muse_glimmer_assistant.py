@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from eagle_engines import EaglePair, build_drafted
+from quantize_cases import write_text
 from safetensors.torch import load_file
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
@@ -18,11 +19,13 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_ENGINE, load_engine
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.block import open_block
-from edgellm.device_runtime.networks.draft import DraftPart
+from edgellm.device_runtime.networks.draft import DraftPart, DraftResult
 from edgellm.device_runtime.speculate.policy import spec_budget
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
+from edgellm.quantize.job import Job
+from edgellm.quantize.pipeline.run import run_job
 
 LAYERS, SIZE, VOCAB, WINDOW = 6, 5, 96, 7
 SIZES = {
@@ -81,13 +84,14 @@ def expected(pair: EaglePair, taps: torch.Tensor, newest: int, sizes: list[int])
     return (found.last_hidden_state[0] @ shared["lm_head.weight"].T).log_softmax(-1).numpy()
 
 
-@pytest.mark.parametrize("sizes", [[24], [1, 3, 20], [20, 4]], ids=str)
-def test_an_engine_equals_transformers(pair, sizes):
-    """In one chunk and in several; the text is longer than the window."""
-    manifest = load_engine(pair.engine / "draft", DRAFT_ENGINE)
+TAPS = torch.randn(24, 3 * 96, generator=torch.Generator().manual_seed(1))
+
+
+def computed(engine: Path, sizes: list[int]) -> DraftResult:
+    """The block after `TAPS`, in chunks."""
+    manifest = load_engine(engine / "draft", DRAFT_ENGINE)
     assert (manifest.draft.method, manifest.draft.hidden_taps) == ("dflash", (1, 3, 5))
-    session = open_block(pair.engine / "draft", manifest)
-    taps = torch.randn(24, 3 * 96, generator=torch.Generator().manual_seed(1))
+    session = open_block(engine / "draft", manifest)
     ids, at = np.arange(20, 44), 0
     for size in sizes:
         own = slice(at, at + size)
@@ -97,13 +101,46 @@ def test_an_engine_equals_transformers(pair, sizes):
             write_index=at,
             output_rows=np.arange(size, size + SIZE),
             top_k=VOCAB,
-            taps=taps[own].numpy(),
+            taps=TAPS[own].numpy(),
         )
         (found,) = session.run_batch([part])
         at += size
-    wanted = np.take_along_axis(expected(pair, taps, 43, sizes), found.token_ids, 1)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[24], [1, 3, 20], [20, 4]], ids=str)
+def test_an_engine_equals_transformers(pair, sizes):
+    """In one chunk and in several; the text is longer than the window."""
+    found = computed(pair.engine, sizes)
+    wanted = np.take_along_axis(expected(pair, TAPS, 43, sizes), found.token_ids, 1)
     assert np.ptp(wanted) > 3
     np.testing.assert_allclose(found.log_probs, wanted, atol=2e-4)
+
+
+@pytest.mark.nightly
+def test_a_quantized_assistant_is_close(pair, tmp_path):
+    """The result is a DFlash draft with the same window."""
+    job = Job(
+        model_dir=str(pair.draft_checkpoint),
+        output_dir=tmp_path / "quantized",
+        quantization="fp8",
+        base_model_dir=str(pair.base_checkpoint),
+        calib_dataset=str(write_text(tmp_path / "text.jsonl")),
+        num_samples=6,
+        seq_len=40,
+        held_out=2,
+        device="cpu",
+    )
+    run_job(job, lambda *_: None)
+    made = build_drafted(tmp_path, pair.base_checkpoint, job.output_dir)
+    specs = [load_engine(each.engine / "draft", DRAFT_ENGINE).draft for each in (made, pair)]
+    assert specs[0].block == specs[1].block
+    assert [each.decoder.sliding_window for each in specs] == [WINDOW + 1] * 2
+    found = computed(made.engine, [24])
+    wanted = expected(pair, TAPS, 43, [24])
+    error = found.log_probs - np.take_along_axis(wanted, found.token_ids, 1)
+    spread = wanted - wanted.mean(axis=1, keepdims=True)
+    assert 1e-4 < np.linalg.norm(error) / np.linalg.norm(spread) < 0.2
 
 
 def test_outputs_equal_plain_decoding(pair, monkeypatch):
