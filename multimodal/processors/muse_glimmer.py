@@ -32,7 +32,8 @@ class Processor:
     temporal_patch_size: int  # T: an image is a video of T equal frames
     max_tokens: int  # of an image
     film: FilmRules
-    image_token: str = "<|patch|>"
+
+    image_token = "<|patch|>"
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
