@@ -248,6 +248,8 @@ class VisionSpec:
     antialiases_positions: bool = False
     # A patch has the nearest position of the table: `POS_EMBED_INDEX` has one row, without weights
     has_nearest_positions: bool = False
+    # The table is resized to columns by rows, with zeros around it, and read row by row
+    exchanges_positions: bool = False
 
     @property
     def patch_values(self) -> int:

@@ -6,6 +6,8 @@ merge-block order as in `graph_io.PIXEL_VALUES`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,7 +45,8 @@ def grid_inputs(rows: int, columns: int, spec: VisionSpec) -> dict[str, np.ndarr
         slots, mask, places = window_arrays(positions, rows, columns, spec.window_size)
         inputs |= {WINDOW_SLOTS: slots, WINDOW_MASK: mask, WINDOW_ROWS: places}
     if spec.position_grid:
-        index, weight = position_neighbours(positions, rows, columns, spec.position_grid)
+        neighbours = exchanged_neighbours if spec.exchanges_positions else position_neighbours
+        index, weight = neighbours(positions, rows, columns, spec.position_grid)
         inputs |= {POS_EMBED_INDEX: index, POS_EMBED_WEIGHT: weight}
     return inputs
 
@@ -95,11 +98,40 @@ def position_neighbours(
     """
     upper, down = _axis_neighbours(positions[:, 0], rows, side)
     left, right = _axis_neighbours(positions[:, 1], columns, side)
-    lower, farther = np.minimum(upper + 1, side - 1), np.minimum(left + 1, side - 1)
+    places = [(at, np.minimum(at + 1, side - 1)) for at in (upper, left)]
+    return _corners(places, [(1 - down, down), (1 - right, right)], side)
+
+
+def exchanged_neighbours(
+    positions: I64, rows: int, columns: int, side: int
+) -> tuple[I64, NDArray[np.float32]]:
+    """Neighbours as of `position_neighbours`, in a table that is resized to `columns` by `rows`.
+
+    Patches read the result row by row, although it has other rows than the image: Muse-Glimmer is
+    trained so. Pixels are areas, so corners are not aligned, and zeros are around the table.
+    """
+    place = positions[:, 0] * columns + positions[:, 1]
+    places, shares = [], []
+    for at, length in zip(divmod(place, rows), (columns, rows), strict=True):
+        # In float32 and in this order, because transformers does so.
+        exact = (at.astype(np.float32) + np.float32(0.5)) * np.float32(side) / np.float32(length)
+        exact -= np.float32(0.5)
+        before = np.floor(exact)
+        after, near = exact - before, before.astype(np.int64)
+        places.append((np.maximum(near, 0), np.minimum(near + 1, side - 1)))
+        shares.append(((1 - after) * (near >= 0), after * (near + 1 < side)))
+    return _corners(places, shares, side)
+
+
+def _corners(
+    places: Sequence[tuple[I64, I64]], shares: Sequence[tuple[np.ndarray, np.ndarray]], side: int
+) -> tuple[I64, NDArray[np.float32]]:
+    """Rows of the table and weights [4, P] by the neighbours of each axis."""
+    (upper, lower), (left, farther) = places
+    (up, down), (near, right) = shares
     index = np.stack(
         [upper * side + left, upper * side + farther, lower * side + left, lower * side + farther]
     )
-    up, near = 1 - down, 1 - right
     weight = np.stack([up * near, up * right, down * near, down * right])
     return index, weight.astype(np.float32)
 

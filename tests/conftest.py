@@ -160,6 +160,9 @@ def make_checkpoint(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from edgellm.export.pipeline.causal_lm import register_causal_lms
+
+    register_causal_lms()
     torch.manual_seed(seed)
     hf_config = AutoConfig.for_model(**config, initializer_range=0.2, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(hf_config)

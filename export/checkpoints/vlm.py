@@ -91,6 +91,7 @@ _FAMILIES = {
     "lfm3_vl": _Family(omits_tying=True),
     "minicpmv4_6": _Family(takes_grids=False),
     "mistral3": _Family(omits_tying=True),
+    "muse_glimmer": _Family(),
     "idefics3": _Family(),
     "smolvlm": _Family(),
 }
@@ -107,6 +108,8 @@ _NOT_TEXT_PREFIXES = (
     "model.embed_audio.",
     "model.embed_vision.",
     "model.vision_embedder.",
+    "model.vision_adapter.",
+    "model.vision_projection.",
     "model.projector.",
 )
 # Keys of Idefics3's text configs for its connector and training.

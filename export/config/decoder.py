@@ -34,6 +34,7 @@ class DecoderConfig:
     o_proj_bias: bool = False
     mlp_bias: bool = False
     embedding_scale: float | None = None  # factor of the first layer's input
+    normalizes_embeddings: bool = False  # by RMS, without weights
     attention_scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # of the scores; None: none
     images: ImageSpec | None = None  # of the text tower of a vision-language model

@@ -1,8 +1,9 @@
 """The facts of a draft that predicts whole blocks, from the config of whichever trainer wrote it.
 
 Public layouts: DFlash (arXiv 2602.06036) and DFlash2 as z-lab write them, JetSpec (2606.18394),
-DSpark (2607.05147) as DeepSpec and SpecForge write it, and all of them in speculators' layout. A
-method's own keys are in `dflash_config`, which takes precedence, or at the top level.
+DSpark (2607.05147) as DeepSpec and SpecForge write it, all of them in speculators' layout, and the
+assistant of Muse-Glimmer (`muse_glimmer.py`). A method's own keys are in `dflash_config`, which
+takes precedence, or at the top level.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def read_block(
     outer = ConfigReader(checkpoint.config)
     layer = outer.optional("transformer_layer_config", dict)
     inner = outer if layer is None else ConfigReader(layer)
+    inner.assume(vocab_size=base.vocab_size)  # of a draft with its base's embedding
     own = _Own(outer, ConfigReader(outer.optional("dflash_config", dict) or {}))
     decoder = _decoder(inner, infos)
     sliding = [kind is not None and kind.window is not None for kind in decoder.kinds]
@@ -257,6 +259,8 @@ def _exporter(config: Mapping[str, Any]) -> str:
     names = names if isinstance(names, list) else []
     if "Qwen3DSparkModel" in names:
         return "DeepSpec"
+    if "MuseGlimmerAssistantModel" in names:
+        return "transformers"
     if {"DSparkDraftModel", "JetSpecDraftModel"} & {*map(str, names)}:
         return "SpecForge"
     return "z-lab"

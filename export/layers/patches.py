@@ -159,6 +159,13 @@ def average_blocks(
     return op.Reshape(op.MatMul(shares, apart), op.constant([-1, size]))
 
 
+def frames_first(op: Op, patches: ir.Value, frames: int, patch_size: int) -> ir.Value:
+    """Patches [P, 3 * frames * p * p] -> [1, P, frames * 3 * p * p]."""
+    apart = op.Reshape(patches, op.constant([-1, 3, frames, patch_size**2]))
+    exchanged = op.Transpose(apart, perm=[0, 2, 1, 3])
+    return op.Reshape(exchanged, op.constant([1, -1, 3 * frames * patch_size**2]))
+
+
 def channels_last(op: Op, patches: ir.Value, patch_size: int) -> ir.Value:
     """Patches of one frame [P, 3 * p * p] -> [1, P, p * p * 3]."""
     apart = op.Reshape(patches, op.constant([-1, 3, patch_size**2]))

@@ -115,7 +115,10 @@ class Model(llama.Model):
 
     def head(self, op: Op, x: ir.Value) -> ir.Value:
         """Residual stream [1, R, H] -> logits [1, R, V]."""
-        logits = super().head(op, x)
+        return self.cap(op, super().head(op, x))
+
+    def cap(self, op: Op, logits: ir.Value) -> ir.Value:
+        """Soft-capped logits, any shape."""
         if self.softcap is None:
             return logits
         bound = op.constant(self.softcap, op.dtype)

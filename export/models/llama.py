@@ -145,6 +145,7 @@ class Model:
             vocab_size=config.vocab_size,
             size=config.hidden_size,
             scale=config.embedding_scale,
+            epsilon=config.rms_norm_eps if config.normalizes_embeddings else None,
         )
         self.layers = [
             self.make_layer(config, model / f"layers.{index}", index)

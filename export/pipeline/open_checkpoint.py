@@ -16,6 +16,7 @@ from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.checkpoint import Checkpoint, Safetensors, TensorSource
 from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
 from edgellm.export.draft_checkpoints import kinds
+from edgellm.export.draft_checkpoints.muse_glimmer import as_dflash
 from edgellm.export.pooling.sentence_transformers import read_modules, score_activation
 
 PROCESSOR_FILES = (
@@ -133,7 +134,7 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
         )
     found = read_tokenizer(folder) if tokenizer else TokenizerFiles({})
     pooler = read_modules(folder, lambda module: _open_tensors(module, _WHOLE))
-    return Checkpoint(
+    checkpoint = Checkpoint(
         label=str(folder),
         config=config,
         generation_config=read_json(folder / "generation_config.json"),
@@ -148,6 +149,7 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
         pooler_tensors=pooler.tensors if pooler is not None else {},
         score_activation=score_activation(folder),
     )
+    return as_dflash(checkpoint)
 
 
 def refuse_adapter(folder: Path) -> None:

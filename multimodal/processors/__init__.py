@@ -37,6 +37,7 @@ _FAMILIES = {
     "lfm3_vl": "qwen2_vl",
     "minicpmv4_6": "minicpmv4_6",
     "mistral3": "pixtral",
+    "muse_glimmer": "muse_glimmer",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
     "qwen3_5": "qwen2_vl",

@@ -15,7 +15,14 @@ import torch
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
-from edgellm.export.models import cohere2, falcon_h1, gemma2, granite, olmo_hybrid
+from edgellm.export.models import (
+    cohere2,
+    falcon_h1,
+    gemma2,
+    granite,
+    muse_glimmer_text,
+    olmo_hybrid,
+)
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
@@ -273,6 +280,9 @@ FAMILIES = {
         stored={"mlp.": "block_sparse_moe."},
         experts=Experts(parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
     ),
+    "muse_glimmer_text": replace(
+        _SANDWICH, readers={**_SANDWICH.readers, "input_layernorm": (*_QKV, "self_attn.gate_proj")}
+    ),
     "nemotron_h": Family(
         readers={"norm": tuple(f"mixer.{part}_proj" for part in "qkv")},
         # Transformers limits time steps from below in prefill, but not in decoding.
@@ -397,6 +407,8 @@ def _keep_experts(config: Any, layers: range) -> None:
 
 def finish_logits(config: DecoderConfig, logits: torch.Tensor) -> torch.Tensor:
     """Apply the family's scaling or soft-capping to the head's output."""
+    if isinstance(config, muse_glimmer_text.Config):
+        logits = logits * config.logits_multiplier
     if isinstance(config, gemma2.Config) and config.logits_softcap is not None:
         return torch.tanh(logits / config.logits_softcap) * config.logits_softcap
     if isinstance(config, granite.Config):

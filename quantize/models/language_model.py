@@ -293,6 +293,9 @@ class LanguageModel:
         scale = self.config.embedding_scale
         if scale is not None:
             found = (batch * scale for batch in found)
+        if self.config.normalizes_embeddings:
+            size, epsilon = (self.config.hidden_size,), self.config.rms_norm_eps
+            found = (torch.nn.functional.rms_norm(batch, size, eps=epsilon) for batch in found)
         if self.carried is None:
             return found
 

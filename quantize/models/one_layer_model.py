@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edgellm.core.errors import UnsupportedModelError
+from edgellm.export.pipeline.causal_lm import register_causal_lms
 from edgellm.quantize.formats.modelopt import F32
 from edgellm.quantize.models.experts import hide_experts, load_experts
 from edgellm.quantize.models.families import Family, family_of, keep_layers
@@ -190,6 +191,7 @@ def _empty(config: Mapping[str, Any], layers: range, device: torch.device) -> Pr
     facts.pop("architectures", None)
     hf_config = AutoConfig.for_model(**facts)
     keep_layers(hf_config, layers)
+    register_causal_lms()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             hf_config, dtype=torch.float32, attn_implementation=family.attention

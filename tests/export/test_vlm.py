@@ -144,6 +144,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
                         "rope_parameters": models.find("ministral3").TINY["rope_parameters"]},
         "vision_config": {"model_type": "pixtral", **_TILES},
     },
+    "muse_glimmer": {
+        "text_config": {**_TEXT, "head_dim": 32, "sliding_window": 8},
+        "vision_config": {**_VISION_LAYERS, "patch_size": 4, "pos_emb_height": 4,
+                          "pos_emb_width": 4},
+        "out_hidden_size": 128, "projector_hidden_size": 40, "video_token_id": 8,
+    },
     "lfm2_vl": {
         "text_config": {
             **{key: _TEXT[key] for key in _TEXT if key != "rms_norm_eps"},
@@ -308,6 +314,8 @@ def _expected(model: Any, prompt: Prompt, axes: int) -> tuple[np.ndarray, np.nda
         for hook in hooks:
             hook.remove()
         taps = torch.cat([state.reshape(-1, HIDDEN) for state in (*states, final)], -1)
+        if model_type == "muse_glimmer":  # scales and caps them after its head
+            return model(inputs_embeds=embeds[None]).logits[0].numpy(), taps.numpy()
         return model.lm_head(final)[0].numpy(), taps.numpy()
 
 
@@ -395,7 +403,9 @@ def test_the_manifest_has_image_tokens_and_position_axes(exported):
     assert spec.images.bidirectional_tokens == tokens
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "mistral3", "muse_glimmer", "qwen2_5_vl", "qwen3_vl", "smolvlm"]
+)
 def test_verify_compares_texts_with_the_whole_model(family, tmp_path):
     """--verify uses text only, with transformers' whole model as the reference."""
     _save(family, tmp_path / "checkpoint")

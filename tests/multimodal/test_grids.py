@@ -77,6 +77,26 @@ def test_nearest_positions_equal_transformers(grid, side):
     np.testing.assert_array_equal(inputs[graph_io.POS_EMBED_INDEX][0], wanted[rows, columns])
 
 
+@pytest.mark.parametrize("side", [6, 32])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_exchanged_positions_equal_transformers(grid, side):
+    """Rows of patches read the rows of a table with exchanged sides."""
+    import torch
+    from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+    spec = _spec(window_size=0, position_grid=side, exchanges_positions=True)
+    inputs = grid_inputs(*grid, spec)
+    index, weight = get_vision_interpolation_indices_and_weights(
+        torch.tensor([[1, grid[1], grid[0]]]), side, padding="zeros"
+    )
+    rows, columns = patch_positions(*grid, spec.merge_size).T
+    places = rows * grid[1] + columns
+    np.testing.assert_array_equal(inputs[graph_io.POS_EMBED_INDEX], index.numpy()[places].T)
+    np.testing.assert_allclose(
+        inputs[graph_io.POS_EMBED_WEIGHT], weight.numpy()[places].T, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("window", [4, 6, 8])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_windows_equal_transformers(grid, window):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +17,17 @@ from image_checkpoints import (
     QWEN,
     byte_tokenizer,
     channels_last,
+    frames_first,
     patches_of,
     picture,
     places_of,
     planes_of,
     planes_of_passes,
+    without_torchvision,
     write_processor,
 )
 from image_checkpoints import reference as transformers_processor
+from PIL import Image
 
 from edgellm.core.errors import (
     LimitError,
@@ -52,6 +56,7 @@ LEAST = {  # tokens of an image
     "gemma4": 1,
     "gemma4_unified": 1,
     "minicpmv4_6": 1,
+    "muse_glimmer": 1,
 }
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
     lambda size: max(size) <= 200 * min(size)
@@ -115,6 +120,8 @@ def compare(model_type, ours, theirs, images, texts):
         assert np.array_equal(found[(found >= 0).all(axis=-1)], np.concatenate(places))
     if model_type == "cosmos3_edge":
         pixels = [channels_last(each, ours.patch_size) for each in pixels]
+    if model_type == "muse_glimmer":
+        pixels = [frames_first(each.pixels, each.grid, ours.merge_size) for each in prepared]
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
     if model_type in ("lfm2_vl", "minicpmv4_6"):
@@ -160,7 +167,7 @@ def test_several_images(pairs, model_type):
     images = [picture(90, 40), picture(40, 90, 1), picture(33, 33, 2), picture(200, 60, 3)]
     texts = ["before ", "\nbetween: ", "", " and é ", "\n\nafter"]
     prepared, output = compare(model_type, *pairs(model_type), images, texts)
-    if model_type.startswith(("qwen", "lfm3", "cosmos3")):
+    if model_type.startswith(("qwen", "lfm3", "cosmos3", "muse")):
         grids = [(1, *item.grid) for item in prepared]
         assert np.array_equal(output["image_grid_thw"], grids)
 
@@ -189,6 +196,8 @@ def test_several_images(pairs, model_type):
         ("mistral3", {"size": {"longest_edge": 1540}, "patch_size": 14}),
         ("mistral3", {"size": {"longest_edge": 30}, "patch_size": {"height": 14, "width": 14}}),
         ("mistral3", {"size": {"longest_edge": 9}, "resample": 2}),
+        ("muse_glimmer", {"max_image_tokens": 4096, "rescale_factor": 0.005}),
+        ("muse_glimmer", {"max_image_tokens": 3, "image_mean": [0.4, 0.5, 0.6], "resample": 3}),
         ("gemma3", {"do_pan_and_scan": True}),
         ("gemma3", {**PAN_AND_SCAN, "do_pan_and_scan": False}),
         ("gemma3", PAN_AND_SCAN),
@@ -379,6 +388,39 @@ def test_smolvlm_videos_have_an_introduction(pairs, monkeypatch):
         assert np.array_equal(tile, alone["pixel_values"][0])
     with pytest.raises(LimitError, match="3 frames has 12 tokens; 11 are allowed"):
         ours.fit_frames(frames[0].size, 3, 11, 100)
+
+
+def test_muse_glimmers_videos_have_times(pairs):
+    """Three frames are two temporal patches, the second with its frame twice."""
+    import torch
+    from transformers.video_utils import VideoMetadata
+
+    ours, theirs = pairs("muse_glimmer")
+    module = without_torchvision("muse_glimmer.video_processing_muse_glimmer")
+    frames, at = tuple(picture(190, 120, seed) for seed in range(3)), [3, 77, 1605]
+    film = Film(
+        frames=tuple(map(ours.fit_frames(frames[0].size, 3, 100, 100), frames)),
+        seconds=tuple(place / 25 for place in at),
+        frame_rate=1.0,
+        duration=70.0,
+    )
+    found, (height, width) = ours.prepare_film(film), module.smart_resize(120, 190, 28, 12)
+    resized = [each.resize((width, height), Image.Resampling.LANCZOS) for each in frames]
+    planes = np.stack([np.asarray(each).transpose(2, 0, 1) for each in resized]) / 255 * 2 - 1
+    own = module.MuseGlimmerVideoProcessor
+    patches, *grid = own.patchify(None, torch.from_numpy(planes[None]), 14, 2)
+    rows = [frames_first(each, found.whole.grid, 2) for each in found.passes]
+    assert grid == [len(found.passes), *found.whole.grid]
+    np.testing.assert_allclose(np.concatenate(rows), patches[0].numpy(), atol=1e-6)
+    theirs.video_processor = SimpleNamespace(
+        merge_size=2, temporal_patch_size=2, frame_timestamp_format="Time: {timestamp:.1f}s"
+    )
+    metadata = VideoMetadata(1900, fps=25.0, duration=76.0, frames_indices=at)
+    inputs = {"video_grid_thw": torch.tensor([grid]), "video_metadata": [metadata]}
+    prompt = theirs.replace_video_token(inputs, 0).replace("<|video|>", ours.image_token)
+    assert found.whole.prompt == prompt
+    with pytest.raises(LimitError, match="more pairs of frames than image tokens"):
+        ours.fit_frames((190, 120), 6, 2, 100)
 
 
 def test_numbers_of_frames_are_words():

@@ -148,6 +148,11 @@ def build_assistant(folder: Path) -> EaglePair:
     """A base of Gemma 4 with its assistant, which has a head with centroids."""
     base = gemma4_assistants.make_base(folder / "base")
     draft = gemma4_assistants.make_assistant(folder / "draft", **gemma4_assistants.CLUSTERS)
+    return build_drafted(folder, base, draft)
+
+
+def build_drafted(folder: Path, base: Path, draft: Path) -> EaglePair:
+    """Bundles and engines of two checkpoints."""
     source, options = open_checkpoint(str(base)), DraftOptions("fp32")
     export_llm(source, folder / "bundle", ExportOptions(dtype="fp32", draft_model_dir=str(draft)))
     export_draft(open_draft(str(draft)), source, folder / "draft_bundle", options)

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ MINICPM = {
     "image_id_start_token": "<image_id>",
     "image_id_end_token": "</image_id>",
 }
+MUSE = ["<|patch|>", "<|video|>", "<|vid_start|>", "<|vid_frame_separator|>", "<|vid_end|>"]
 PIXTRAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 LFM = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
 LFM += [
@@ -178,6 +180,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vision_config": {"patch_size": 16, "spatial_merge_size": 2}},
     },
     "lfm3_vl": _QWEN3,
+    "muse_glimmer": {
+        "preprocessor_config": {
+            "image_processor_type": "MuseGlimmerImageProcessor",
+            "max_image_tokens": 40,
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "resample": 1,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        "video_preprocessor_config": {
+            "video_processor_type": "MuseGlimmerVideoProcessor",
+            "fps": 2.0,
+            "frame_timestamp_format": "Time: {timestamp:.1f}s",
+            "max_video_frame_tokens": 12,
+            "num_frames": 8,
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "config": {"vision_config": {"patch_size": 14}},
+    },
     "mistral3": {
         "preprocessor_config": {
             "image_processor_type": "PixtralImageProcessorFast",
@@ -269,7 +294,11 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
     model_type, vision = config["model_type"], config["vision_config"]
     files = {name: dict(values) for name, values in FAMILIES[model_type].items()}
     image = files["preprocessor_config"]
-    if model_type.startswith(("qwen", "lfm3", "cosmos3")):
+    if model_type == "muse_glimmer":
+        sizes = {"patch_size": vision["patch_size"], "merge_size": vision.get("merge_size", 2)}
+        image |= sizes
+        files["video_preprocessor_config"] |= sizes
+    elif model_type.startswith(("qwen", "lfm3", "cosmos3")):
         merge_size = vision.get("spatial_merge_size", 2)
         sizes = {"patch_size": vision["patch_size"], "merge_size": merge_size}
         side = 2 * vision["patch_size"]
@@ -326,6 +355,13 @@ def channels_last(patches: np.ndarray, patch_size: int) -> np.ndarray:
     return np.ascontiguousarray(apart.swapaxes(1, 2)).reshape(len(patches), -1)
 
 
+def frames_first(patches: np.ndarray, grid: tuple[int, int], merge_size: int) -> np.ndarray:
+    """Patches of two frames [P, 3 * 2 * p * p] in blocks as [P, 2 * 3 * p * p], row by row."""
+    (rows, columns), m = grid, merge_size
+    apart = patches.reshape(rows // m, columns // m, m, m, 3, 2, -1)
+    return np.ascontiguousarray(apart.transpose(0, 2, 1, 3, 5, 4, 6)).reshape(rows * columns, -1)
+
+
 def byte_tokenizer(special: list[str]) -> Any:
     """A byte-level tokenizer, which is lossless."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -344,7 +380,7 @@ def reference(folder: Path, model_type: str) -> Any:
     from transformers.models.smolvlm import processing_smolvlm
 
     special = [*QWEN, *INTERNVL.values(), *GEMMA.values(), *IDEFICS, *PIXTRAL, *LFM]
-    special += [*GEMMA4.values(), *MINICPM.values()]
+    special += [*GEMMA4.values(), *MINICPM.values(), *MUSE]
     named = NAMED_TOKENS.get(model_type, {})
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(special),
@@ -377,6 +413,7 @@ def reference(folder: Path, model_type: str) -> Any:
         "lfm3_vl": (transformers.Lfm3VlProcessor, {}),
         "cosmos3_edge": (transformers.Cosmos3EdgeProcessor, {}),
         "minicpmv4_6": (transformers.MiniCPMV4_6Processor, {}),
+        "muse_glimmer": (transformers.MuseGlimmerProcessor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
@@ -398,21 +435,22 @@ def reference(folder: Path, model_type: str) -> Any:
 
 def _pixtral_processor() -> Any:
     """The class, whose module imports a function that needs torchvision, and does not use it."""
-    return _without_torchvision("pixtral.processing_pixtral").PixtralProcessor
+    return without_torchvision("pixtral.processing_pixtral").PixtralProcessor
 
 
-def _without_torchvision(module: str) -> Any:
+def without_torchvision(module: str) -> Any:
+    """A module of transformers that imports torchvision, and does not call it."""
     names = [f"torchvision{end}" for end in ("", ".transforms", ".transforms.v2")]
     stubs = {name: MagicMock(__spec__=ModuleSpec(name, None)) for name in names}
     with patch.dict(sys.modules, stubs):
         return importlib.import_module(f"transformers.models.{module}")
 
 
-def _lfm2_pictures(folder: Path) -> Any:
-    """LFM2-VL's image processor, whose steps of torchvision are Pillow's and those of floats."""
+def _torch_pictures(folder: Path, family: str, name: str) -> Any:
+    """An image processor, whose steps of torchvision are Pillow's and those of floats."""
     import torch
 
-    module = _without_torchvision("lfm2_vl.image_processing_lfm2_vl")
+    module = without_torchvision(f"{family}.image_processing_{family}")
 
     class Backend(module.TorchvisionBackend):
         def process_image(self, image: Image.Image, **_: Any) -> torch.Tensor:
@@ -431,7 +469,7 @@ def _lfm2_pictures(folder: Path) -> Any:
             return ((images.double() * factor).float() - means) / deviations
 
     values = json.loads((folder / "preprocessor_config.json").read_text())
-    original = module.Lfm2VlImageProcessor
+    original = getattr(module, name)
     kind = type(original.__name__, (original, Backend), {})
     return kind(**{key: value for key, value in values.items() if "type" not in key})
 
@@ -441,7 +479,7 @@ def _gemma4_unified_pictures(folder: Path) -> Any:
     import torch
     import transformers
 
-    merged = _without_torchvision("gemma4_unified.image_processing_gemma4_unified").patches_merge
+    merged = without_torchvision("gemma4_unified.image_processing_gemma4_unified").patches_merge
 
     def preprocess(self: Any, images: Any, **settings: Any) -> Any:
         found = transformers.Gemma4ImageProcessorPil.preprocess(self, images, **settings)
@@ -463,7 +501,13 @@ def _gemma4_unified_pictures(folder: Path) -> Any:
     return kind(**{key: value for key, value in values.items() if "type" not in key})
 
 
-_OWN_PICTURES = {"lfm2_vl": _lfm2_pictures, "gemma4_unified": _gemma4_unified_pictures}
+_OWN_PICTURES = {
+    "lfm2_vl": partial(_torch_pictures, family="lfm2_vl", name="Lfm2VlImageProcessor"),
+    "muse_glimmer": partial(
+        _torch_pictures, family="muse_glimmer", name="MuseGlimmerImageProcessor"
+    ),
+    "gemma4_unified": _gemma4_unified_pictures,
+}
 
 
 def _merging(folder: Path) -> dict[str, Any]:

@@ -143,7 +143,7 @@ _KNOWN: dict[str, st.SearchStrategy[Any]] = {
     "use_bidirectional_attention": st.sampled_from(["vision", "all", None]),
     **dict.fromkeys(("hidden_act", "hidden_activation", "mlp_hidden_act"),
                     st.sampled_from([*ACTIVATIONS, "relu", "gelu_new", None])),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps",
+    **dict.fromkeys(("rms_norm_eps", "post_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps",
                      "layer_norm_epsilon"), st.sampled_from([1e-6, 1e-2, None])),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"),
                     st.sampled_from([None, 2.0, 30, 0.0])),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from image_checkpoints import (
     channels_last,
+    frames_first,
     patches_of,
     places_of,
     planes_of,
@@ -150,6 +151,10 @@ class VisualModel:
         sizes, whole = torch.tensor([(1, *grid) for grid in grids]), np.concatenate(pixels)
         if self.spec.model_type == "cosmos3_edge":
             whole = channels_last(whole, self.spec.patch_size)
+        if self.spec.model_type == "muse_glimmer":
+            merge = self.spec.merge_size
+            rows = [frames_first(*each, merge) for each in zip(pixels, grids, strict=True)]
+            whole = np.concatenate(rows)
         with torch.no_grad():
             found = self.reference.model.get_image_features(torch.from_numpy(whole), sizes)
         outputs = [[embeds.numpy()] for embeds in found.pooler_output]

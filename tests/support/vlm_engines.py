@@ -17,10 +17,12 @@ from image_checkpoints import (
     INTERNVL,
     LFM,
     MINICPM,
+    MUSE,
     NAMED_TOKENS,
     PIXTRAL,
     QWEN,
     channels_last,
+    frames_first,
     patches_of,
     places_of,
     planes_of,
@@ -42,7 +44,7 @@ from edgellm.export.pipeline.visual import VisualOptions, export_visual
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant"]
 SPECIAL = [*QWEN, *INTERNVL.values(), *IDEFICS, *GEMMA.values(), *PIXTRAL, *LFM]
 SPECIAL += GEMMA4.values()
-LAST = [token for token in MINICPM.values() if token not in SPECIAL]  # of the vocabulary
+LAST = [token for token in (*MINICPM.values(), *MUSE) if token not in SPECIAL]  # of the vocabulary
 VOCABULARY = 96
 FAMILIES = visual.supported()
 QWEN_LIKE = ("qwen", "lfm3", "cosmos3")  # placeholders and grids as Qwen's
@@ -74,6 +76,7 @@ _PLACEHOLDER = {
     "lfm2_vl": "<image>",
     "minicpmv4_6": MINICPM["image_token"],
     "mistral3": PIXTRAL[0],
+    "muse_glimmer": MUSE[0],
     "idefics3": "<image>",
     "smolvlm": "<image>",
 }
@@ -131,7 +134,10 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL, *LAST])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
-    config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
+    template = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
+    if model_type == "muse_glimmer":
+        template = template.replace("<|vision_start|><|video_pad|><|vision_end|>", MUSE[1])
+    config["chat_template"] = template
     if named := NAMED_TOKENS.get(model_type):
         config["extra_special_tokens"] = named
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -146,7 +152,7 @@ def make_vlm(folder: Path, form: str, **text: Any) -> Path:
         tiny["vision_config"][size_key] = text["hidden_size"]
     heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
     tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **own, **text}
-    words = [*WORDS, *SPECIAL]
+    words = [*WORDS, *SPECIAL, *[""] * (VOCABULARY - len(WORDS + SPECIAL + LAST)), *LAST]
     key = "image_token_index" if "image_token_index" in tiny else "image_token_id"
     tiny[key] = words.index(image_token(model_type))
     if kinds := tiny["text_config"].get("layer_types"):
@@ -155,7 +161,7 @@ def make_vlm(folder: Path, form: str, **text: Any) -> Path:
     for key, token in (
         ("vision_start_token_id", QWEN[0]),
         ("vision_end_token_id", QWEN[1]),
-        ("video_token_id", QWEN[3]),
+        ("video_token_id", MUSE[1] if model_type == "muse_glimmer" else QWEN[3]),
     ):
         if key in tiny:
             tiny[key] = words.index(token)
@@ -246,17 +252,12 @@ class Reference:
             inputs |= self._strips(pixels, grids)
         elif pixels and config.model_type.startswith("gemma4"):
             inputs |= self._placed_patches(pixels, grids)
+        elif pixels and config.model_type == "muse_glimmer":
+            merge = config.vision_config.merge_size
+            rows = [frames_first(*each, merge) for each in zip(pixels, grids, strict=True)]
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows))
         elif pixels and config.model_type == "mistral3":
-            planes = [
-                torch.from_numpy(planes_of(*each, config.spatial_merge_size))
-                for each in zip(pixels, grids, strict=True)
-            ]
-            sizes = [each.shape[1:] for each in planes]
-            inputs["image_sizes"] = torch.tensor(sizes)
-            high, wide = (max(each) for each in zip(*sizes, strict=True))
-            inputs["pixel_values"] = torch.zeros(len(planes), 3, high, wide)
-            for place, each in zip(inputs["pixel_values"], planes, strict=True):
-                place[:, : each.shape[1], : each.shape[2]] = each
+            inputs |= self._planes(pixels, grids)
         elif pixels:
             whole = np.concatenate(pixels)
             if config.model_type == "cosmos3_edge":
@@ -272,8 +273,8 @@ class Reference:
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
-            inputs |= film
-        if pixels and config.model_type.startswith(QWEN_LIKE):
+        inputs |= film
+        if pixels and config.model_type.startswith((*QWEN_LIKE, "muse")):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         if config.model_type == "gemma4_unified":
             return self._by_whole_passes(inputs, count)
@@ -313,6 +314,19 @@ class Reference:
                 ).logits
                 ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
         return ids[0, begin:].tolist()
+
+    def _planes(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
+        """Inputs of Pixtral: images, padded to the same size."""
+        import torch
+
+        merge = self.model.config.spatial_merge_size
+        planes = [planes_of(*each, merge) for each in zip(pixels, grids, strict=True)]
+        sizes = [each.shape[1:] for each in planes]
+        high, wide = (max(each) for each in zip(*sizes, strict=True))
+        padded = np.zeros((len(planes), 3, high, wide), np.float32)
+        for place, each in zip(padded, planes, strict=True):
+            place[:, : each.shape[1], : each.shape[2]] = each
+        return {"pixel_values": torch.from_numpy(padded), "image_sizes": torch.tensor(sizes)}
 
     def _patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
         """Inputs of SigLIP 2: patches of all passes, padded to the same number."""

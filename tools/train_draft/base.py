@@ -27,6 +27,7 @@ from edgellm.core.errors import (
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.checkpoints.vlm import is_vlm
 from edgellm.export.graph.architecture import end_ids
+from edgellm.export.pipeline.causal_lm import register_causal_lms
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.train_draft.data.float_weights import float_weights, has_own_head, require_known
 from edgellm.tools.train_draft.data.images import Picture, Pictures, is_encoded
@@ -188,6 +189,7 @@ def _whole_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _text_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    register_causal_lms()
     config = AutoConfig.for_model(**checkpoint.config)
     config.tie_word_embeddings &= not has_own_head(checkpoint)
     with torch.device("meta"):

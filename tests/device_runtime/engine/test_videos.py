@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_reference import Layout
-from image_checkpoints import picture
+from image_checkpoints import frames_first, picture, without_torchvision
 from PIL import Image
 from vlm_engines import Engines, Reference, build_vlm
 
@@ -34,7 +34,9 @@ EAGLE3 = Layout({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40})
 RATE = 2.0  # frames a second of a list
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm"])
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "muse_glimmer"]
+)
 def engines(request, tmp_path_factory) -> Engines:
     return build_vlm(tmp_path_factory.mktemp(request.param), request.param, draft=EAGLE3)
 
@@ -69,14 +71,15 @@ def _film(frames: Any) -> dict[str, Any]:
 TEXT = {"type": "text", "text": "w1 w2"}
 
 
-def _patches(paths: list[str], rows: int, columns: int, side: int) -> np.ndarray:
+def _patches(
+    paths: list[str], rows: int, columns: int, side: int, resample: Image.Resampling
+) -> np.ndarray:
     """[temporal patches * P, 3 * 2 * p * p], from the definition, frame by frame."""
     last = len(paths) - 1
     planes = []
     for at in range(len(paths) + len(paths) % 2):
-        image = Image.open(paths[min(at, last)]).resize(
-            (columns * side, rows * side), Image.Resampling.BICUBIC
-        )
+        size = columns * side, rows * side
+        image = Image.open(paths[min(at, last)]).resize(size, resample)
         pixels = np.asarray(image, np.float64) / 255
         planes.append(pixels)
     found = []
@@ -106,11 +109,15 @@ def _tiles(checkpoint: Path, path: str) -> np.ndarray:
 def _pixels(llm: LLM, paths: list[str], grid: tuple[int, int]) -> np.ndarray:
     rules = llm.images.processor.rules
     side = llm.images.processor.patch_size
-    raw = _patches(paths, *grid, side)
+    raw = _patches(paths, *grid, side, rules.resample)
     table = rules.table
     slope, start = table[:, 255] - table[:, 0], table[:, 0]
     scaled = raw * slope[:, None, None, None] + start[:, None, None, None]
-    return scaled.reshape(len(raw), -1).astype(np.float32)
+    found = scaled.reshape(len(raw), -1).astype(np.float32)
+    if llm.images.manifest.vision.model_type != "muse_glimmer":
+        return found
+    passes = np.split(found, len(found) // (grid[0] * grid[1]))
+    return np.concatenate([frames_first(each, grid, 2) for each in passes])
 
 
 @pytest.mark.parametrize("kind", ["film", "film_and_image", "spec"])
@@ -220,6 +227,15 @@ def test_sampling_of_each_family(llm, engines):
                 own = SimpleNamespace(num_frames=min(rules.max_frames, maximum), fps=1)
                 theirs = SmolVLMVideoProcessor.sample_frames(own, film)
                 assert theirs.tolist() == pick(total, 25.0, maximum)
+    elif engines.model_type == "muse_glimmer":
+        from transformers.video_utils import VideoMetadata
+
+        module = without_torchvision("muse_glimmer.video_processing_muse_glimmer")
+        own = SimpleNamespace(num_frames=8, fps=2.0)
+        for total in (*found, 20001):
+            film = VideoMetadata(total_num_frames=total, fps=25.0)
+            theirs = module.MuseGlimmerVideoProcessor.sample_frames(own, film, 2)
+            assert theirs.tolist() == pick(total, 25.0, 400)
     elif engines.model_type.startswith("qwen3"):
         assert (rules.min_pixels, rules.max_pixels) == (4096, 25165824)  # of its own file
         assert found[250] == np.linspace(0, 249, 20).round().astype(int).tolist()

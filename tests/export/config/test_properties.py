@@ -31,6 +31,7 @@ from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.graph.bundle_files import DTYPES, decoder_spec, write_graphs
 from edgellm.export.graph.decoder import build_commit, build_decoder
+from edgellm.export.pipeline.causal_lm import register_causal_lms
 
 EXAMPLES = int(os.environ.get("CONFIG_EXAMPLES", "20"))  # of each architecture
 TOLERANCE = 2e-4
@@ -60,6 +61,7 @@ class Tensors:
 def reference(config: dict[str, Any]) -> PreTrainedModel | None:
     """Transformers' model; None if transformers rejects the config."""
     torch.manual_seed(0)
+    register_causal_lms()
     with contextlib.suppress(Exception):
         hf_config = AutoConfig.for_model(**copy.deepcopy(config), initializer_range=0.2)
         model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()

@@ -66,6 +66,12 @@ VARIANTS = {
         {"num_hidden_layers": 3, "hidden_act": "gelu", "rope_parameters": {"rope_theta": 100.0}},
         spatial_merge_size=1, multimodal_projector_bias=True, projector_hidden_act="silu",
     ),
+    "muse_glimmer_rest": _tiny(
+        "muse_glimmer",
+        {"hidden_act": "gelu_pytorch_tanh", "layer_types": None, "num_hidden_layers": 2,
+         "merge_size": 1, "rope_parameters": {"rope_theta": 100.0}},
+        projector_hidden_act="silu", out_hidden_size=32,
+    ),
     "gemma3_rest": _tiny(
         "gemma3", {"image_size": 50, "patch_size": 8, "hidden_act": "gelu"}, mm_tokens_per_image=9
     ),
@@ -272,6 +278,16 @@ _HUB = {
          "window_kernel_size": [2, 2]},
         {"text_config": {"hidden_size": 1024}, "drop_vision_last_layer": False,
          "insert_layer_id": 6, "merge_kernel_size": [2, 2], "merger_times": 1}, 24,
+    ),
+    "muse_glimmer": (
+        {"hidden_act": "gelu", "hidden_size": 1536, "intermediate_size": 8960,
+         "layer_norm_eps": 1e-05, "layer_types": [*["window_attention"] * 3, "full_attention"] * 12
+         + ["window_attention", "full_attention"], "max_position_embeddings": 1024,
+         "merge_size": 2, "model_type": "muse_glimmer_vision", "num_attention_heads": 16,
+         "num_hidden_layers": 50, "patch_size": 14, "patch_temporal": 2, "pos_emb_height": 32,
+         "pos_emb_width": 32, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "axial"}},
+        {"text_config": {"hidden_size": 6656, "rms_norm_eps": 1e-5}, "out_hidden_size": 6144,
+         "projector_hidden_act": "gelu", "projector_hidden_size": 4096}, 96,
     ),
     "mistral3": (
         {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,

@@ -144,7 +144,16 @@ def test_gemma_4_refuses_what_its_layers_do_not_support(tmp_path, text, changes,
     assert not job.output_dir.exists()
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere2", "starcoder2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gemma2",
+        "granite",
+        "cohere2",
+        "starcoder2",
+        pytest.param("muse_glimmer_text", marks=pytest.mark.nightly),
+    ],
+)
 def test_logits_have_the_familys_scaling_and_soft_cap(tmp_path, text, kind):
     """Also a final norm with a bias."""
     model = make_model(tmp_path / "model", kind)

@@ -34,6 +34,7 @@ CASES = {
     "qwen3_vl": ("nvfp4", {}),
     "qwen3_5": ("int4_awq", {"algo": "gptq"}),
     "internvl": ("fp8", {"kv_cache_quantization": "int8"}),
+    "muse_glimmer": ("int4_awq", {}),
     "smolvlm": ("int8_sq", {}),
 }
 # Name prefixes of the decoder and of all other tensors, as transformers writes them
@@ -42,6 +43,7 @@ TEXT = {
     "qwen3_vl": "model.language_model.",
     "qwen3_5": "model.language_model.",
     "internvl": "language_model.model.",
+    "muse_glimmer": "model.language_model.",
     "smolvlm": "model.text_model.",
 }
 SEEING = {
@@ -49,6 +51,7 @@ SEEING = {
     "qwen3_vl": {"model.visual*"},
     "qwen3_5": {"model.visual*"},
     "internvl": {"vision_tower*", "multi_modal_projector*"},
+    "muse_glimmer": {"model.vision_tower*", "model.vision_adapter*", "model.vision_projection*"},
     "smolvlm": {"model.vision_model*", "model.connector*"},
 }
 
