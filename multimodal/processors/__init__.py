@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from edgellm.core.errors import (
     RequestError,
@@ -24,6 +24,7 @@ from edgellm.core.errors import (
 if TYPE_CHECKING:
     from PIL import Image
 
+    from edgellm.multimodal.positions import Grid, RotaryPositions
     from edgellm.multimodal.video import Film, Resize
 
 _FAMILIES = {
@@ -36,6 +37,7 @@ _FAMILIES = {
     "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "qwen2_vl",
     "minicpmv4_6": "minicpmv4_6",
+    "minicpmv4_7": "minicpmv4_6",
     "mistral3": "pixtral",
     "qwen2_5_vl": "qwen2_vl",
     "qwen2_vl": "qwen2_vl",
@@ -102,6 +104,21 @@ class ImageProcessor(Protocol):
             RequestError: the family does not support the shape.
             LimitError: even the smallest size has more tokens.
         """
+        ...
+
+
+@runtime_checkable
+class PlacesImages(Protocol):
+    """The further methods of families with M-RoPE positions of images."""
+
+    def merged(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of tokens of a grid of patches."""
+        ...
+
+    def positions(
+        self, token_ids: ArrayLike, image_token_id: int, grids: Sequence[Grid]
+    ) -> RotaryPositions:
+        """M-RoPE positions of a prompt with image tokens; see `rotary_positions`."""
         ...
 
 

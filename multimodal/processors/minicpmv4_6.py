@@ -1,19 +1,23 @@
-"""MiniCPM-V 4.6: an image, and slices of it in a higher resolution.
+"""MiniCPM-V 4.6 and 4.7: an image, and slices of it in a higher resolution.
 
 The grid of slices has the aspect ratio nearest to the image's (LLaVA-UHD, arXiv 2403.11703;
-rounding as in transformers). Images of a prompt are numbered.
+rounding as in transformers). Images of a prompt are numbered. In 4.7 their tokens have positions on
+a canvas.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from edgellm.core.errors import LimitError
+from edgellm.multimodal.canvas_positions import Tags, canvas_positions
+from edgellm.multimodal.positions import RotaryPositions
 from edgellm.multimodal.processors import Prepared
 from edgellm.multimodal.processors.pixels import HALF, PixelRules, merged_patches, require_class
 from edgellm.multimodal.processors.settings import Checkpoint, Settings
@@ -50,6 +54,7 @@ class Processor:
     slice_start_token: str
     slice_end_token: str
     number_tokens: tuple[str, str] | None  # around an image's number; None: not numbered
+    tags: Tags | None = None  # ids of the tags above on a canvas; None: positions as in text
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> Processor:
@@ -83,6 +88,7 @@ class Processor:
             slice_start_token=tokens.read("slice_start_token", str, "<slice>"),
             slice_end_token=tokens.read("slice_end_token", str, "</slice>"),
             number_tokens=numbers if is_numbered else None,
+            tags=_tags(checkpoint.model) if checkpoint.model_type == "minicpmv4_7" else None,
         )
 
     @property
@@ -116,6 +122,17 @@ class Processor:
             passes=tuple(grids),
             number_tokens=self.number_tokens,
         )
+
+    def merged(self, grid: Grid) -> Grid:
+        """Rows and columns of tokens of a grid of patches; see `PlacesImages`."""
+        return grid[0] // self.merge_size, grid[1] // self.merge_size
+
+    def positions(
+        self, token_ids: ArrayLike, image_token_id: int, grids: Sequence[Grid]
+    ) -> RotaryPositions:
+        """M-RoPE positions of a prompt; see `PlacesImages`."""
+        assert self.tags is not None
+        return canvas_positions(token_ids, image_token_id, grids, self.tags)
 
     def _resized(self, image: Image.Image, tokens: Grid) -> Image.Image:
         rows, columns = tokens
@@ -184,6 +201,17 @@ def _merge_size(settings: Settings, model: Settings) -> int:
     if found != wanted:
         raise settings.fault("downsample_mode", found, f"should be {wanted!r}, as in config.json")
     return _MERGES[found]
+
+
+def _tags(model: Settings) -> Tags:
+    """Ids of the tags; raises `UnsupportedModelError` if config.json lacks one."""
+    return Tags(
+        image_start=model.read("image_start_id", int),
+        image_end=model.read("image_end_id", int),
+        slice_start=model.read("slice_start_id", int),
+        slice_end=model.read("slice_end_id", int),
+        newline=model.read("newline_id", int),
+    )
 
 
 def _nearest(length: float, divisor: int) -> int:

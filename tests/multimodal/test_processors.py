@@ -52,6 +52,7 @@ LEAST = {  # tokens of an image
     "gemma4": 1,
     "gemma4_unified": 1,
     "minicpmv4_6": 1,
+    "minicpmv4_7": 1,
 }
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
     lambda size: max(size) <= 200 * min(size)
@@ -84,7 +85,7 @@ def pixels_of(model_type, output):
             patches[: rows * columns].ravel()
             for patches, (rows, columns) in zip(pixels, output["spatial_shapes"], strict=True)
         ])  # fmt: skip
-    if model_type == "minicpmv4_6":  # patches of all passes, one right of the other
+    if model_type.startswith("minicpm"):  # patches of all passes, one right of the other
         side = pixels.shape[2]
         return pixels.reshape(3, side, -1, side).transpose(2, 1, 3, 0).ravel()
     if model_type.startswith("gemma4"):
@@ -117,7 +118,7 @@ def compare(model_type, ours, theirs, images, texts):
         pixels = [channels_last(each, ours.patch_size) for each in pixels]
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
-    if model_type in ("lfm2_vl", "minicpmv4_6"):
+    if model_type.startswith(("lfm2_vl", "minicpm")):
         planes = [part for each in prepared for part in planes_of_passes(each, ours.merge_size)]
         pixels = [patches_of(each, ours.patch_size).ravel() for each in planes]
     found = np.concatenate(pixels)

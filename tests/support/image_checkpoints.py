@@ -61,6 +61,7 @@ NAMED_TOKENS = {  # by model type
     "gemma4": GEMMA4,
     "gemma4_unified": GEMMA4,
     "minicpmv4_6": MINICPM,
+    "minicpmv4_7": MINICPM,
 }
 
 _QWEN2 = {
@@ -125,6 +126,23 @@ _GEMMA4 = {
     "processor_config": {"image_seq_length": 70, "processor_class": "Gemma4Processor"},
     "config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 3}},
     "tokenizer_config": {"extra_special_tokens": GEMMA4},
+}
+_MINICPM = {
+    "preprocessor_config": {
+        "image_processor_type": "MiniCPMV4_6ImageProcessor",
+        "downsample_mode": "16x",
+        "max_slice_nums": 4,
+        "patch_size": 4,
+        "resample": 3,
+        "scale_resolution": 64,
+        "slice_mode": True,
+        "use_image_id": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "processor_config": {"processor_class": "MiniCPMV4_6Processor"},
+    "config": {"vision_config": {"patch_size": 4}},
+    "tokenizer_config": {"extra_special_tokens": MINICPM},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -216,22 +234,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor_config": {"processor_class": "Lfm2VlProcessor"},
         "config": {"downsample_factor": 2, "vision_config": {"patch_size": 4}},
     },
-    "minicpmv4_6": {
-        "preprocessor_config": {
-            "image_processor_type": "MiniCPMV4_6ImageProcessor",
-            "downsample_mode": "16x",
-            "max_slice_nums": 4,
-            "patch_size": 4,
-            "resample": 3,
-            "scale_resolution": 64,
-            "slice_mode": True,
-            "use_image_id": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": {
+        **_MINICPM,
+        "processor_config": {"processor_class": "MiniCPMV4_7Processor"},
+        "config": {
+            **_MINICPM["config"],
+            "image_start_id": 5,
+            "image_end_id": 6,
+            "slice_start_id": 7,
+            "slice_end_id": 8,
+            "newline_id": 9,
         },
-        "processor_config": {"processor_class": "MiniCPMV4_6Processor"},
-        "config": {"vision_config": {"patch_size": 4}},
-        "tokenizer_config": {"extra_special_tokens": MINICPM},
     },
     "internvl": {
         "preprocessor_config": {
@@ -283,7 +297,7 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image["encoder_patch_size"] = vision["patch_size"]
         image["downsample_factor"] = config["downsample_factor"]
         image["tile_size"] = 4 * vision["patch_size"] * config["downsample_factor"]
-    elif model_type == "minicpmv4_6":
+    elif model_type.startswith("minicpm"):
         image |= {"patch_size": vision["patch_size"], "scale_resolution": 16 * vision["patch_size"]}
         image["downsample_mode"] = config.get("downsample_mode", "16x")
     elif model_type == "mistral3":
@@ -377,13 +391,14 @@ def reference(folder: Path, model_type: str) -> Any:
         "lfm3_vl": (transformers.Lfm3VlProcessor, {}),
         "cosmos3_edge": (transformers.Cosmos3EdgeProcessor, {}),
         "minicpmv4_6": (transformers.MiniCPMV4_6Processor, {}),
+        "minicpmv4_7": (transformers.MiniCPMV4_7Processor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
     }[model_type]
     if model_type not in ("idefics3", "gemma3", "mistral3", "lfm2_vl"):
         arguments["video_processor"] = None
-    if model_type == "minicpmv4_6":  # whose processor reads these settings
+    if model_type.startswith("minicpm"):  # whose processor reads these settings
         video = SimpleNamespace(slice_mode=True, downsample_mode="16x")
         arguments["video_processor"] = video
     # transformers requires a video processor, which would need torchvision

@@ -49,7 +49,7 @@ QWEN_LIKE = ("qwen", "lfm3", "cosmos3")  # placeholders and grids as Qwen's
 # Those of idefics3 and qwen3_vl
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 # Recurrent layers, experts, or layers of several sizes
-_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4", "minicpmv4_6"
+_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4", "minicpm"
 GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_CPU_ONLY)]
 # Forms of a family besides its TINY, and their text configs
 FORMS = {
@@ -73,6 +73,7 @@ _PLACEHOLDER = {
     "internvl": "<IMG_CONTEXT>",
     "lfm2_vl": "<image>",
     "minicpmv4_6": MINICPM["image_token"],
+    "minicpmv4_7": MINICPM["image_token"],
     "mistral3": PIXTRAL[0],
     "idefics3": "<image>",
     "smolvlm": "<image>",
@@ -117,13 +118,18 @@ def _placeholder(model_type: str) -> str:
     return _PLACEHOLDER["qwen" if model_type.startswith(QWEN_LIKE) else model_type]
 
 
+def _words() -> list[str]:
+    """The vocabulary."""
+    first = [*WORDS, *SPECIAL]
+    words = [f"w{index}" for index in range(VOCABULARY - len(first) - len(LAST))]
+    return [*first, *words, *LAST]
+
+
 def write_tokenizer(folder: Path, model_type: str) -> None:
     """Words w0, w1, ... and all special tokens; a template with a placeholder for images."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = [*WORDS, *SPECIAL]
-    words += [f"w{index}" for index in range(VOCABULARY - len(words) - len(LAST))]
-    words += LAST
+    words = _words()
     tokenizer = Tokenizer(
         models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -146,7 +152,7 @@ def make_vlm(folder: Path, form: str, **text: Any) -> Path:
         tiny["vision_config"][size_key] = text["hidden_size"]
     heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
     tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **own, **text}
-    words = [*WORDS, *SPECIAL]
+    words = _words()
     key = "image_token_index" if "image_token_index" in tiny else "image_token_id"
     tiny[key] = words.index(image_token(model_type))
     if kinds := tiny["text_config"].get("layer_types"):
@@ -156,6 +162,11 @@ def make_vlm(folder: Path, form: str, **text: Any) -> Path:
         ("vision_start_token_id", QWEN[0]),
         ("vision_end_token_id", QWEN[1]),
         ("video_token_id", QWEN[3]),
+        ("image_start_id", MINICPM["image_start_token"]),
+        ("image_end_id", MINICPM["image_end_token"]),
+        ("slice_start_id", MINICPM["slice_start_token"]),
+        ("slice_end_id", MINICPM["slice_end_token"]),
+        ("newline_id", "w8"),
     ):
         if key in tiny:
             tiny[key] = words.index(token)
@@ -242,7 +253,7 @@ class Reference:
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if pixels and config.model_type == "lfm2_vl":
             inputs |= self._patches(pixels, grids)
-        elif pixels and config.model_type == "minicpmv4_6":
+        elif pixels and config.model_type.startswith("minicpm"):
             inputs |= self._strips(pixels, grids)
         elif pixels and config.model_type.startswith("gemma4"):
             inputs |= self._placed_patches(pixels, grids)
@@ -266,7 +277,7 @@ class Reference:
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type == "gemma3":
             inputs["token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type.startswith("gemma4"):
+        if config.model_type.startswith(("gemma4", "minicpmv4_7")):
             inputs["mm_token_type_ids"] = (tokens == config.image_token_id).long()
         if config.model_type.startswith(("qwen", "cosmos3")):
             kinds = (tokens == config.image_token_id).long()

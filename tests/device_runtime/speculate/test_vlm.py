@@ -43,6 +43,8 @@ PAIRS = {
     "lfm2_vl": ("lfm2_vl", EAGLE3),
     "minicpmv4_6": ("minicpmv4_6", EAGLE3),
     "minicpmv4_6_mtp": ("minicpmv4_6", "mtp"),
+    "minicpmv4_7": ("minicpmv4_7", EAGLE3),
+    "minicpmv4_7_mtp": ("minicpmv4_7", "mtp"),
     "internvl": ("internvl", EAGLE3),
     "smolvlm_narrow_draft": ("smolvlm", NARROW),
     "qwen2_5_vl_heads": ("qwen2_5_vl", "medusa"),

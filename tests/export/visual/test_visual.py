@@ -273,6 +273,13 @@ _HUB = {
         {"text_config": {"hidden_size": 1024}, "drop_vision_last_layer": False,
          "insert_layer_id": 6, "merge_kernel_size": [2, 2], "merger_times": 1}, 24,
     ),
+    "minicpmv4_7": (
+        {"hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "image_size": 980,
+         "insert_layer_id": 6, "intermediate_size": 4304, "model_type": "minicpmv4_7_vision",
+         "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14,
+         "window_kernel_size": [2, 2]},
+        {"text_config": {"hidden_size": 1024}, "insert_layer_id": 6, "merger_times": 1}, 24,
+    ),
     "mistral3": (
         {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
          "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",
