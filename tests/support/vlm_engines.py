@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import gemma4_assistants
 import numpy as np
 from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
@@ -188,12 +189,17 @@ class Engines:
 def build_vlm(
     folder: Path,
     model_type: str,
-    draft: Layout | Literal["medusa", "mtp"] | None = None,
+    draft: Layout | Literal["medusa", "mtp", "assistant"] | None = None,
     dtype: str = "fp32",
     **limits: int,
 ) -> Engines:
-    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
+    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers.
+
+    Under an assistant of Gemma 4 it is the base of `gemma4_assistants`.
+    """
     base = _UNDER_DRAFT if draft is not None else {}
+    if draft == "assistant":
+        base = gemma4_assistants.FORMS[model_type][1] | {"max_position_embeddings": 1024}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
     source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype=dtype)
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
@@ -205,6 +211,8 @@ def build_vlm(
             source = open_checkpoint(str(checkpoint))
         elif draft == "medusa":
             make_heads(own)
+        elif draft == "assistant":
+            gemma4_assistants.make_assistant(own, model_type)
         else:
             make_draft(own, draft)
         network = open_draft(str(own))

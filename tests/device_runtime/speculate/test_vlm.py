@@ -39,6 +39,8 @@ PAIRS = {
     "gemma3": ("gemma3", EAGLE3),
     "gemma4": ("gemma4", EAGLE3),
     "gemma4_31b": ("gemma4_31b", EAGLE3),
+    "gemma4_assistant": ("gemma4", "assistant"),
+    "gemma4_unified_assistant": ("gemma4_unified", "assistant"),
     "mistral3": ("mistral3", EAGLE3),
     "lfm2_vl": ("lfm2_vl", EAGLE3),
     "minicpmv4_6": ("minicpmv4_6", EAGLE3),
