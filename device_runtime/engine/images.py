@@ -167,7 +167,7 @@ class ImageReader:
         if rules is None:
             raise RequestError(
                 f"{self.manifest.vision.model_type} does not support video here",
-                hint="Qwen2.5-VL and later Qwens, SmolVLM2 do; for others send frames as images",
+                hint="Gemma 4, Qwen2.5-VL and later, SmolVLM2 do; for others send frames as images",
             )
         processor = cast(FilmProcessor, self.processor)
         maximum = self.manifest.max_image_tokens_per_image

@@ -76,13 +76,11 @@ def test_a_prompt_by_hand():
     """Two slices of 1 by 2 tokens; the whole image's three tokens are spread over four columns."""
     ids, grids = prompt([((1, 3), (1, 2), (1, 2), [1, 1])])
     found = canvas_positions([*ids, 2], IMAGE, grids, TAGS)
-    assert found.prompt.T.tolist() == [
-        [0, 0, 0], [1, 1, 1], [2, 1, 1],
-        [2, 2, 2], [2, 2, 4], [2, 2, 5], [2, 3, 6],
-        [2, 2, 2], [2, 2, 2], [2, 2, 3], [2, 2, 3],
-        [2, 2, 4], [2, 2, 4], [2, 2, 5], [2, 2, 5],
-        [7, 7, 7],
-    ]  # fmt: skip
+    assert found.prompt.tolist() == [
+        [0, 1, *[2] * 13, 7],
+        [0, 1, 1, *[2] * 3, 3, *[2] * 8, 7],
+        [0, 1, 1, 2, 4, 5, 6, 2, 2, 3, 3, 4, 4, 5, 5, 7],
+    ]
     assert found.forward_ids == (START,)
 
 

@@ -16,6 +16,7 @@ from image_checkpoints import (
     QWEN,
     byte_tokenizer,
     channels_last,
+    gemma4_film,
     patches_of,
     picture,
     places_of,
@@ -380,6 +381,82 @@ def test_smolvlm_videos_have_an_introduction(pairs, monkeypatch):
         assert np.array_equal(tile, alone["pixel_values"][0])
     with pytest.raises(LimitError, match="3 frames has 12 tokens; 11 are allowed"):
         ours.fit_frames(frames[0].size, 3, 11, 100)
+
+
+@settings(max_examples=8)
+@given(size=SIZE, count=st.integers(1, 4), start=st.integers(0, 10000))
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_gemma_4s_videos_are_those_of_transformers(pairs, model_type, size, count, start):
+    """Patches and places of frames, and the prompt with their times."""
+    from transformers.video_utils import VideoMetadata
+
+    ours, theirs = pairs(model_type)
+    frames = [picture(*size, seed) for seed in range(count)]
+    output = gemma4_film(model_type, frames, 4, 3)
+    at = [start + 40 * place for place in range(count)]
+    output["video_metadata"] = [VideoMetadata(20000, fps=12.5, frames_indices=at)]
+    fitted = tuple(map(ours.fit_frames(size, count, 70 * count, 280), frames))
+    seconds = tuple(place / 12.5 for place in at)
+    found = ours.prepare_film(Film(frames=fitted, seconds=seconds, frame_rate=1.0, duration=1600.0))
+    wanted = theirs.replace_video_token(output, 0).replace("<|video|>", ours.image_token)
+    assert found.whole.prompt == wanted
+    assert found.whole.num_tokens == wanted.count(ours.image_token)
+    places = np.asarray(output["video_position_ids"])
+    for frame, pixels, own in zip(found.passes, output["pixel_values_videos"], places, strict=True):
+        patches = patches_of(planes_of(frame, found.whole.grid, ours.merge_size), ours.patch_size)
+        is_patch = (own >= 0).all(axis=-1)
+        np.testing.assert_array_equal(patches, pixels.numpy()[is_patch])
+        assert np.array_equal(own[is_patch], places_of(found.whole.grid))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_frames": 5}, {"num_frames": None, "fps": 2}])
+def test_gemma_4s_frames_are_sampled_as_by_transformers(tmp_path, settings):
+    """A video of fewer frames than wanted, which transformers rejects, is taken as it is."""
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+    folder = write_processor(tmp_path, "gemma4")
+    own = {"patch_size": 4, "pooling_kernel_size": 3, **settings}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(own))
+    ours = processors.load(folder)
+    wanted = {"num_frames": 32, **settings}
+    for total, rate in ((32, 25.0), (100, 25.0), (1001, 29.97), (40, 2.0)):
+        theirs = default_sample_indices_fn(VideoMetadata(total, fps=rate), **wanted)
+        assert ours.pick_frames(total, rate, 1000) == theirs.tolist()
+    few = {**wanted, "num_frames": 3, "fps": None}
+    theirs = default_sample_indices_fn(VideoMetadata(100, fps=25.0), **few)
+    assert ours.pick_frames(100, 25.0, 3) == theirs.tolist()
+    assert ours.pick_frames(1, 25.0, 1000) == [0]
+
+
+def test_many_frames_of_gemma_4_are_smaller(pairs):
+    ours, _ = pairs("gemma4")
+    fitted = ours.fit_frames((640, 480), 8, 100, 70)(picture(640, 480))
+    assert fitted.size == (12 * 4, 12 * 3)  # 12 tokens
+    with pytest.raises(
+        LimitError, match="a video of 8 frames has at least 8 tokens; 7 are allowed"
+    ):
+        ours.fit_frames((640, 480), 8, 7, 70)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_frames": 4, "fps": 2}, "num_frames = 4 does not go with fps = 2.0"),
+        ({"num_frames": 0}, "num_frames = 0 does not go with fps = 0.0"),
+        ({"max_soft_tokens": 71}, "max_soft_tokens = 71 is none of 70"),
+        ({"max_soft_tokens": 560}, "is more than vision_soft_tokens_per_image = 280"),
+        ({"pooling_kernel_size": 2}, "pooling_kernel_size = 2 should be 3"),
+        ({"video_processor_type": "Gemma4UnifiedVideoProcessor"}, "is not supported"),
+        ({"crops": True}, "does not understand: crops"),
+    ],
+)
+def test_settings_of_gemma_4s_videos_that_are_rejected(tmp_path, changes, message):
+    folder = write_processor(tmp_path, "gemma4")
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps({"patch_size": 4, "pooling_kernel_size": 3, **changes}))
+    with pytest.raises(UnsupportedModelError, match=f"^{file.name}.*{message}") as caught:
+        processors.load(folder)
+    assert caught.value.hint
 
 
 def test_numbers_of_frames_are_words():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -479,6 +480,57 @@ def _gemma4_unified_pictures(folder: Path) -> Any:
 
 
 _OWN_PICTURES = {"lfm2_vl": _lfm2_pictures, "gemma4_unified": _gemma4_unified_pictures}
+
+
+@functools.cache
+def _gemma4_films(model_type: str) -> Any:
+    """Gemma 4's video processor, whose steps of torchvision are Pillow's and those of floats."""
+    import torch
+
+    importlib.import_module("transformers.video_processing_utils")  # which needs no torchvision
+    kind = "Gemma4Unified" if model_type == "gemma4_unified" else "Gemma4"
+    with patch("transformers.utils.is_torchvision_v2_available", lambda: True):
+        module = _without_torchvision(f"{model_type}.video_processing_{model_type}")
+
+    def resize(
+        _: Any, video: Any, patch_size: int, max_patches: int, pooling_kernel_size: int, **__: Any
+    ) -> torch.Tensor:
+        size = module.get_aspect_ratio_preserving_size(
+            *video.shape[-2:], patch_size, max_patches, pooling_kernel_size
+        )
+        frames = [Image.fromarray(each.numpy().transpose(1, 2, 0)) for each in video]
+        resized = [each.resize(size[::-1], Image.Resampling.BICUBIC) for each in frames]
+        return torch.from_numpy(np.stack([np.asarray(each) for each in resized])).permute(
+            0, 3, 1, 2
+        )
+
+    def rescale(_: Any, video: Any, __: bool, factor: float, *___: Any) -> torch.Tensor:
+        return (video.double() * factor).float()
+
+    own = {"aspect_ratio_preserving_resize": resize, "rescale_and_normalize": rescale}
+    original = getattr(module, f"{kind}VideoProcessor")
+    return type(original.__name__, (original,), own)()
+
+
+def gemma4_film(
+    model_type: str, frames: Sequence[Image.Image], patch_size: int, merged: int
+) -> Any:
+    """What transformers' video processor makes of frames, with its budget of tokens."""
+    import torch
+
+    planes = np.stack([np.asarray(each) for each in frames]).transpose(0, 3, 1, 2)
+    steps = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": None}
+    return _gemma4_films(model_type)._preprocess(
+        [torch.from_numpy(planes)],
+        **steps,
+        rescale_factor=1 / 255,
+        image_mean=None,
+        image_std=None,
+        return_tensors="pt",
+        patch_size=patch_size,
+        max_soft_tokens=70,
+        pooling_kernel_size=merged,
+    )
 
 
 def _merging(folder: Path) -> dict[str, Any]:

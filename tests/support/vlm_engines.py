@@ -83,7 +83,7 @@ _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}PLACEHOLDER"
-    "{% elif item['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif item['type'] == 'video' %}FILM"
     "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
@@ -138,7 +138,9 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL, *LAST])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
-    config["chat_template"] = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
+    film = "<|video|>" if model_type.startswith("gemma4") else f"{QWEN[0]}{QWEN[3]}{QWEN[1]}"
+    template = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
+    config["chat_template"] = template.replace("FILM", film)
     if named := NAMED_TOKENS.get(model_type):
         config["extra_special_tokens"] = named
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -285,9 +287,7 @@ class Reference:
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type == "gemma3":
             inputs["token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type.startswith(("gemma4", "minicpmv4_7")):
-            inputs["mm_token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type.startswith(("qwen", "cosmos3")):
+        if config.model_type.startswith(("qwen", "cosmos3", "gemma4", "minicpmv4_7")):
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
@@ -313,16 +313,20 @@ class Reference:
         ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
         begin = ids.shape[1]
         with torch.no_grad():
-            images = []
+            features: dict[int, Any] = {}
             if "pixel_values" in inputs:
                 places = inputs["image_position_ids"]
                 found = self.model.get_image_features(inputs["pixel_values"], places)
-                images = [*found.pooler_output]
+                features[1] = torch.cat([*found.pooler_output])
+            if "pixel_values_videos" in inputs:
+                names = "pixel_values_videos", "video_position_ids", "num_frames_per_video"
+                found = self.model.model.get_video_features(*(inputs[name] for name in names))
+                features[2] = torch.cat([*found.pooler_output])
             while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
                 kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
                 embeds = self.model.get_input_embeddings()(ids)
-                if images:
-                    embeds[kinds == 1] = torch.cat(images)
+                for kind, rows in features.items():
+                    embeds[kinds == kind] = rows
                 positions = torch.arange(ids.shape[1])[None]
                 masks = self.model.create_masks_for_generate(
                     self.model.config, embeds, None, None, positions, mm_token_type_ids=kinds
