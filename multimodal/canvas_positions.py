@@ -35,7 +35,7 @@ class Tags:
         return frozenset((self.image_start, self.slice_start, self.newline, *ends))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """Consecutive tokens of a whole image, or of a slice."""
 
@@ -107,8 +107,8 @@ def _canvases(
     sizes = np.asarray([grid[0] * grid[1] for grid in grids], np.int64)
     starts = run_starts(np.flatnonzero(ids == image_token_id), sizes).tolist()
     runs = [
-        _Run(start, start + grid[0] * grid[1], grid[0], grid[1])
-        for start, grid in zip(starts, grids, strict=True)
+        _Run(begin=begin, end=begin + rows * columns, rows=rows, columns=columns)
+        for begin, (rows, columns) in zip(starts, grids, strict=True)
     ]
     firsts = [at for at, run in enumerate(runs) if ids[run.begin - 1] != tags.slice_start]
     firsts = sorted({0, *firsts}) if runs else []
