@@ -167,7 +167,7 @@ class ImageReader:
         if rules is None:
             raise RequestError(
                 f"{self.manifest.vision.model_type} does not support video here",
-                hint="Gemma 4, Qwen2.5-VL and later, SmolVLM2 do; for others send frames as images",
+                hint="Qwen2.5-VL and later, Gemma 4, MiniCPM-V, SmolVLM2 do; or send images",
             )
         processor = cast(FilmProcessor, self.processor)
         maximum = self.manifest.max_image_tokens_per_image
@@ -190,8 +190,12 @@ class ImageReader:
                 f"{self.manifest.min_image_tokens} and more",
                 hint=f"send a shorter part of it, or build with --minImageTokens {least}",
             )
-        fixed = grid_inputs(*prepared.whole.grid, self.manifest.vision)
-        found = [self._network.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
+        grids = prepared.whole.passes or (prepared.whole.grid,) * len(prepared.passes)
+        fixed = {grid: grid_inputs(*grid, self.manifest.vision) for grid in {*grids}}
+        found = [
+            self._network.encode({PIXEL_VALUES: one} | fixed[grid])
+            for grid, one in zip(grids, prepared.passes, strict=True)
+        ]
         embeds, deepstack = _joined(found)
         self._keep(
             EncodedImages(

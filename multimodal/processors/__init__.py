@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +61,11 @@ class Prepared:
     placeholder: str = ""  # of a video; "": an image's
     # Grids of several passes of the encoder, whose patches are concatenated; (): one pass
     passes: tuple[tuple[int, int], ...] = ()
-    # Around the number of the image among those of a request, which stands before `prompt`
+    # Around the number of the image, or video, among those of a request, before `prompt`
     number_tokens: tuple[str, str] | None = None
 
     def numbered_prompt(self, number: int) -> str:
-        """`prompt` of the image with this number, which counts from 0."""
+        """`prompt` of the image or video with this number, which counts from 0."""
         if self.number_tokens is None:
             return self.prompt
         begin, end = self.number_tokens
@@ -73,11 +74,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PreparedFilm:
-    """A video, prepared for the encoder, with one pass for each temporal patch."""
+    """A video, prepared for the encoder, with a pass for each temporal patch, or its slices."""
 
-    whole: Prepared  # without pixels; its grid is that of each pass
+    whole: Prepared  # without pixels; its grid is that of each pass, unless `whole.passes` differ
     passes: tuple[NDArray[np.float32], ...]  # pixels of each: [P, 3*T*p*p] or [1, 3, S, S]
-    runs: tuple[tuple[int, int, int, float], ...]  # see `rotary_positions`; () on one axis
+    runs: tuple[Grid, ...]  # see `rotary_positions`; () on one axis
 
 
 class ImageProcessor(Protocol):
@@ -223,5 +224,8 @@ def expand(prompt: str, image_token: str, images: Sequence[Prepared]) -> str:
             " it, or they are in another order",
             hint=f"{image_token} must not stand in the text",
         )
-    pairs = enumerate(zip(images, texts, strict=True))
-    return first + "".join(image.numbered_prompt(at) + text for at, (image, text) in pairs)
+    found, numbers = first, Counter[str]()  # by placeholder
+    for image, text in zip(images, texts, strict=True):
+        found += image.numbered_prompt(numbers[image.placeholder]) + text
+        numbers[image.placeholder] += 1
+    return found

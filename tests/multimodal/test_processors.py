@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from image_checkpoints import (
     byte_tokenizer,
     channels_last,
     gemma4_film,
+    minicpm_film,
     patches_of,
     picture,
     places_of,
     planes_of,
     planes_of_passes,
+    strip_of,
     write_processor,
 )
 from image_checkpoints import reference as transformers_processor
@@ -457,6 +460,65 @@ def test_settings_of_gemma_4s_videos_that_are_rejected(tmp_path, changes, messag
     with pytest.raises(UnsupportedModelError, match=f"^{file.name}.*{message}") as caught:
         processors.load(folder)
     assert caught.value.hint
+
+
+@settings(max_examples=8)
+@given(size=SIZE, count=st.integers(1, 3))
+@pytest.mark.parametrize("model_type", ["minicpmv4_6", "minicpmv4_7"])
+def test_minicpms_videos_are_those_of_transformers(pairs, model_type, size, count):
+    """Patches of frames and their slices, and the prompt; videos of 4.6 are counted alone."""
+    ours, theirs = pairs(model_type)
+    frames = [picture(*size, seed) for seed in range(count)]
+    output = minicpm_film(frames, None, 4, 64)
+    sheet = ours.fit_frames(size, count, 10**6, 10**6)
+    film = Film(
+        frames=tuple(map(sheet, frames)),
+        seconds=tuple(range(count)),
+        frame_rate=1.0,
+        duration=float(count),
+        resize=sheet,
+    )
+    found = ours.prepare_film(film)
+    wanted = theirs.replace_video_token(output, 0, video_token_divisor=16)
+    wanted = theirs._prepend_local_ids(["<|video_pad|>"], [wanted], "<|video_pad|>")[0]
+    wanted = wanted.replace("<|video_pad|>", ours.image_token)
+    still = ours.prepare(frames[0])
+    text = expand(f"{ours.image_token}a<|video_pad|>", ours.image_token, [still, found.whole])
+    assert text == f"{still.numbered_prompt(0)}a{wanted}"
+    assert np.array_equal(found.whole.passes, output["target_sizes_videos"])
+    strips = [
+        strip_of(planes_of(*each, ours.merge_size), 4)
+        for each in zip(found.passes, found.whole.passes, strict=True)
+    ]
+    pixels = output["pixel_values_videos"][0].numpy()
+    assert np.array_equal(np.concatenate(strips, axis=-1), pixels)
+
+
+@pytest.mark.parametrize("maximum", [128, 5])
+def test_minicpms_frames_are_sampled_as_by_transformers(tmp_path, maximum):
+    from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import (
+        MiniCPMV4_6VideoProcessor,
+    )
+    from transformers.video_utils import VideoMetadata
+
+    folder = write_processor(tmp_path, "minicpmv4_6")
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps({"max_num_frames": maximum}))
+    ours, own = processors.load(folder), SimpleNamespace(max_num_frames=maximum, stack_frames=1)
+    for total, rate in ((1, 25.0), (100, 25.0), (1001, 29.97), (90000, 30.0), (640, 8.0)):
+        film = VideoMetadata(total, fps=rate, duration=total / rate)
+        theirs = MiniCPMV4_6VideoProcessor.sample_frames(own, film)
+        assert ours.pick_frames(total, rate, 1000) == theirs
+    assert ours.pick_frames(10, 0.5, 1000) == sorted({*ours.pick_frames(10, 0.5, 1000)})
+    with pytest.raises(
+        LimitError, match="a video of 8 frames has at least 8 tokens; 7 are allowed"
+    ):
+        ours.fit_frames((640, 480), 8, 7, 70)
+    file.write_text(json.dumps({"stack_frames": 2}))
+    assert processors.load(folder).film is None
+    file.write_text(json.dumps({"stack_frames": 1, "scale_resolution": 0}))
+    with pytest.raises(UnsupportedModelError, match=f"^{file.name}: scale_resolution = 0"):
+        processors.load(folder)
 
 
 def test_numbers_of_frames_are_words():

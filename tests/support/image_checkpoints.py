@@ -533,6 +533,47 @@ def gemma4_film(
     )
 
 
+def minicpm_film(frames: Sequence[Image.Image], metadata: Any, patch_size: int, area: int) -> Any:
+    """What MiniCPM-V's video processor makes of frames, with four slices and Pillow's resizing.
+
+    `area`: `scale_resolution`.
+    """
+    import torch
+
+    module = _without_torchvision("minicpmv4_6.video_processing_minicpmv4_6")
+
+    def resize(_: Any, video: Any, size: Any, **__: Any) -> torch.Tensor:
+        flat = video.reshape(-1, *video.shape[-3:]).permute(0, 2, 3, 1).numpy()
+        wanted = size.width, size.height
+        resized = [Image.fromarray(each).resize(wanted, Image.Resampling.BICUBIC) for each in flat]
+        stacked = torch.from_numpy(np.stack([np.asarray(each) for each in resized]))
+        found = stacked.permute(0, 3, 1, 2)
+        return found.reshape(*video.shape[:-2], *found.shape[-2:])
+
+    def rescale(_: Any, video: Any, __: bool, factor: float, *___: Any) -> torch.Tensor:
+        return ((video.double() * factor).float() - 0.5) / 0.5
+
+    own = {"resize": resize, "rescale_and_normalize": rescale}
+    original = module.MiniCPMV4_6VideoProcessor
+    planes = np.stack([np.asarray(each) for each in frames]).transpose(0, 3, 1, 2)
+    steps = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": None}
+    return type(original.__name__, (original,), own)()._preprocess(
+        [torch.from_numpy(np.ascontiguousarray(planes))],
+        **steps,
+        rescale_factor=1 / 255,
+        image_mean=None,
+        image_std=None,
+        max_slice_nums=4,
+        scale_resolution=area,
+        patch_size=patch_size,
+        slice_mode=True,
+        stack_frames=1,
+        max_num_frames=128,
+        video_metadata=[metadata],
+        return_tensors=None,
+    )
+
+
 def _merging(folder: Path) -> dict[str, Any]:
     """The arguments of Pixtral's processor."""
     path = folder / "processor_config.json"

@@ -138,7 +138,8 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL, *LAST])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
-    film = "<|video|>" if model_type.startswith("gemma4") else f"{QWEN[0]}{QWEN[3]}{QWEN[1]}"
+    film = f"{QWEN[0]}{QWEN[3]}{QWEN[1]}"
+    film = {"gemm": "<|video|>", "mini": MINICPM["video_token"]}.get(model_type[:4], film)
     template = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
     config["chat_template"] = template.replace("FILM", film)
     if named := NAMED_TOKENS.get(model_type):
@@ -261,6 +262,7 @@ class Reference:
         config = self.model.config
         tokens = torch.tensor([ids])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs |= film
         if pixels and config.model_type == "lfm2_vl":
             inputs |= self._patches(pixels, grids)
         elif pixels and config.model_type.startswith("minicpm"):
@@ -291,7 +293,6 @@ class Reference:
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
-            inputs |= film
         if pixels and config.model_type.startswith(QWEN_LIKE):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         if config.model_type == "gemma4_unified":

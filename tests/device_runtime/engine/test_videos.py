@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_reference import Layout
-from image_checkpoints import gemma4_film, picture
+from image_checkpoints import gemma4_film, minicpm_film, picture
 from PIL import Image
 from vlm_engines import Engines, Reference, build_vlm
 
@@ -34,8 +34,8 @@ EAGLE3 = Layout({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 40})
 RATE = 2.0  # frames a second of a list
 
 
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "gemma4_unified"]
-FAMILIES += [pytest.param("gemma4", marks=pytest.mark.nightly)]
+FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "smolvlm", "gemma4_unified", "minicpmv4_7"]
+FAMILIES += [pytest.param(name, marks=pytest.mark.nightly) for name in ("gemma4", "minicpmv4_6")]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -163,7 +163,15 @@ def test_outputs_equal_transformers(engines, llm, reference, frames, tmp_path, k
         together = [*(one.pixels for one in stills), *tiles]
         assert answer.token_ids == reference.answer(ids, together, [], 12)
         return
-    stills_of = [one.pixels for one in stills], [one.grid for one in stills]
+    stills_of = [one.pixels for one in stills], [one.passes or one.grid for one in stills]
+    if engines.model_type.startswith("minicpm"):
+        shown = [Image.open(path) for path in frames]
+        side = config.vision_config.patch_size
+        found = minicpm_film(shown, None, side, 16 * side)
+        names = "pixel_values_videos", "target_sizes_videos"
+        film = {name: found[name] for name in names}
+        assert answer.token_ids == reference.answer(ids, *stills_of, 12, **film)
+        return
     if engines.model_type.startswith("gemma4"):
         film = _placed_frames(engines.model_type, config.vision_config, frames)
         merged = 1 if engines.model_type == "gemma4_unified" else 4
@@ -243,6 +251,8 @@ def test_sampling_of_each_family(llm, engines):
         assert found[250] == [place * 250 // 32 for place in range(32)]
         assert found[30] == [*range(30)]
         assert found[5] == [*range(5)]
+    elif engines.model_type.startswith("minicpm"):
+        assert (found[250], found[30], found[5]) == ([*range(0, 250, 25)], [0, 25], [0])
     elif engines.model_type.startswith("qwen3"):
         assert (rules.min_pixels, rules.max_pixels) == (4096, 25165824)  # of its own file
         assert found[250] == np.linspace(0, 249, 20).round().astype(int).tolist()
