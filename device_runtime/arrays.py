@@ -24,7 +24,7 @@ class ImageRows:
     deepstack: F32  # [L, N, H]; L may be 0
     # [3, S]: M-RoPE positions of the prompt; later ones follow the largest. None: as in text.
     positions: I64 | None = None
-    keys: Mapping[int, RowKey]  # by token id V + n
+    keys: Mapping[int, RowKey]  # by token id V + n, and of tags with positions by an image
     # Of the prompt: first and after the last of image tokens that attend to each other, so that
     # one pass has all of them.
     spans: tuple[tuple[int, int], ...] = ()

@@ -24,6 +24,8 @@ class RotaryPositions:
 
     prompt: NDArray[np.int64]  # [3, S]: time, row, column
     delta: int  # token i >= S of the sequence has position i + delta on all axes
+    # Ids of tokens with positions that depend on tokens after them
+    forward_ids: tuple[int, ...] = ()
 
 
 def rotary_positions(
@@ -48,12 +50,7 @@ def rotary_positions(
     sizes = frames * rows * columns
     ends = np.cumsum(sizes)
     starts = ends - sizes
-    if where.size != sizes.sum() or np.any(where[ends - 1] - where[starts] != sizes - 1):
-        raise RequestError(
-            f"the prompt has {where.size} image tokens, its {sizes.size} images need"
-            f" {sizes.sum()} in unbroken runs",
-            hint="image tokens are reserved for images: leave them out of the text",
-        )
+    run_starts(where, sizes)
     # Position increment of each token; an image increments at its last embedding
     step = np.where(is_image, 0, 1)
     step[where[ends - 1]] = np.maximum(rows, columns)
@@ -71,3 +68,24 @@ def rotary_positions(
     # Text after a video follows its rows and columns, and may overlap its last times.
     following = int(positions.max()) + 1 if len(whole) else int(step.sum())
     return RotaryPositions(positions, following - is_image.size)
+
+
+def run_starts(where: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Index of the first token of each run.
+
+    Args:
+        where: indices of image tokens, ascending.
+        sizes: image tokens of each run.
+
+    Raises:
+        RequestError: they are not in runs of these sizes.
+    """
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    if where.size != sizes.sum() or np.any(where[ends - 1] - where[starts] != sizes - 1):
+        raise RequestError(
+            f"the prompt has {where.size} image tokens, its {sizes.size} images need"
+            f" {sizes.sum()} in unbroken runs",
+            hint="image tokens are reserved for images: leave them out of the text",
+        )
+    return where[starts]

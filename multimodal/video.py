@@ -49,6 +49,7 @@ class Film:
     seconds: tuple[float, ...]  # time of each frame
     frame_rate: float  # of the sampled frames, in Hz
     duration: float  # of the whole video, in seconds; of a list of frames, time of the last
+    resize: Resize | None = None  # how frames were made
 
     def content(self) -> str:
         """SHA-256 (hexadecimal) of pixels and times."""
@@ -87,7 +88,11 @@ def open_film(
         raise RequestError("the frames of a video have several sizes", hint="make them alike")
     seconds = tuple(index / usual_rate for index in range(len(video.frames)))
     return Film(
-        frames=tuple(fitted.frames), seconds=seconds, frame_rate=usual_rate, duration=seconds[-1]
+        frames=tuple(fitted.frames),
+        seconds=seconds,
+        frame_rate=usual_rate,
+        duration=seconds[-1],
+        resize=fitted.resize,
     )
 
 
@@ -103,15 +108,15 @@ class _Fitted:
         """Args: `fit`, and `count`, the number of frames."""
         self.frames: list[Image.Image] = []
         self.sizes: set[tuple[int, int]] = set()  # before resizing
+        self.resize: Resize | None = None
         self._fit, self._count = fit, count
-        self._resize: Resize | None = None
 
     def add(self, frame: Image.Image) -> None:
         """Resize the next frame."""
-        if self._resize is None:
-            self._resize = self._fit(frame.size, self._count)
+        if self.resize is None:
+            self.resize = self._fit(frame.size, self._count)
         self.sizes.add(frame.size)
-        self.frames.append(self._resize(frame))
+        self.frames.append(self.resize(frame))
 
 
 def _decoded(source: str, folder: Path, pick: Pick, fit: Fit) -> Film:
@@ -133,15 +138,15 @@ def _decoded(source: str, folder: Path, pick: Pick, fit: Fit) -> Film:
 def _shown(av: Any, name: str, data: bytes, pick: Pick, fit: Fit) -> Film:
     timeline = _timeline(av, name, data)
     places = list(pick(timeline.total, timeline.rate))
-    frames, seconds = _frames(av, data, places, fit)
-    if len(frames) < len(places) and not timeline.is_counted:  # packets without frames
+    fitted, seconds = _frames(av, data, places, fit)
+    if len(fitted.frames) < len(places) and not timeline.is_counted:  # packets without frames
         timeline = replace(timeline, total=_count(av, data))
         if not timeline.total:
             raise _no_picture(name)
         places = list(pick(timeline.total, timeline.rate))
-        frames, seconds = _frames(av, data, places, fit)
-    if len(frames) < len(places):
-        raise _ends_early(name, len(frames), len(places))
+        fitted, seconds = _frames(av, data, places, fit)
+    if len(fitted.frames) < len(places):
+        raise _ends_early(name, len(fitted.frames), len(places))
     times = timeline.times(places, seconds)
     if any(later < earlier for earlier, later in pairwise(times)):
         raise RequestError(
@@ -149,10 +154,11 @@ def _shown(av: Any, name: str, data: bytes, pick: Pick, fit: Fit) -> Film:
             hint="copy or save the video again",
         )
     return Film(
-        frames=tuple(frames),
+        frames=tuple(fitted.frames),
         seconds=times,
         frame_rate=len(places) / timeline.total * timeline.rate,
         duration=timeline.total / timeline.rate,
+        resize=fitted.resize,
     )
 
 
@@ -252,7 +258,7 @@ def _count(av: Any, data: bytes) -> int:
 
 def _frames(
     av: Any, data: bytes, places: Sequence[int], fit: Fit
-) -> tuple[list[Image.Image], list[float | None]]:
+) -> tuple[_Fitted, list[float | None]]:
     """Frames at ascending indices, and their times relative to the first frame."""
     fitted = _Fitted(fit, len(places))
     seconds: list[float | None] = []
@@ -267,7 +273,7 @@ def _frames(
                 seconds.append(None if ticks is None else float(ticks * stream.time_base))
             if place >= places[-1]:
                 break
-    return fitted.frames, seconds
+    return fitted, seconds
 
 
 def _upright(frame: Any) -> Image.Image:

@@ -289,6 +289,7 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         ),
         "hybrid": lambda folder: build(folder, model_type="qwen3_5_text"),
         "assistant": eagle_engines.build_assistant,
+        "unified_assistant": lambda folder: eagle_engines.build_assistant(folder, "gemma4_unified"),
     }
 
     def get(name: str) -> EaglePair:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from edgellm.device_runtime.arrays import (
     F32,
     I64,
     ImageRows,
+    RowKey,
 )
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.networks.encoder import open_encoder
@@ -30,8 +31,8 @@ from edgellm.multimodal import processors
 from edgellm.multimodal.images import content_hash, open_image
 from edgellm.multimodal.media import Source, Video
 from edgellm.multimodal.patch_grid import grid_inputs
-from edgellm.multimodal.positions import Grid, rotary_positions
-from edgellm.multimodal.processors import FilmProcessor, FilmRules, Prepared
+from edgellm.multimodal.positions import Grid
+from edgellm.multimodal.processors import FilmProcessor, FilmRules, PlacesImages, Prepared
 from edgellm.multimodal.video import open_film
 
 _ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
@@ -52,11 +53,6 @@ class EncodedImages:
     def num_bytes(self) -> int:
         """Size of the features."""
         return self.embeds.nbytes + self.deepstack.nbytes
-
-
-@runtime_checkable
-class _Merges(Protocol):
-    def merged(self, grid: tuple[int, int]) -> tuple[int, int]: ...
 
 
 class ImageReader:
@@ -144,8 +140,9 @@ class ImageReader:
         small = replace(prepared, pixels=np.zeros(0, np.float32), num_tokens=len(embeds))
         grids: tuple[Grid, ...] = ()
         if self._decoder.position_axes == 3:
-            assert isinstance(self.processor, _Merges)
-            grids = (self.processor.merged(prepared.grid),)
+            assert isinstance(self.processor, PlacesImages)
+            passes = prepared.passes or (prepared.grid,)
+            grids = tuple(self.processor.merged(grid) for grid in passes)
         self._keep(
             EncodedImages(
                 content=key, prepared=small, runs=grids, embeds=embeds, deepstack=deepstack
@@ -170,7 +167,7 @@ class ImageReader:
         if rules is None:
             raise RequestError(
                 f"{self.manifest.vision.model_type} does not support video here",
-                hint="Qwen2.5-VL and later Qwens, SmolVLM2 do; for others send frames as images",
+                hint="Qwen2.5-VL and later, Gemma 4, MiniCPM-V, SmolVLM2 do; or send images",
             )
         processor = cast(FilmProcessor, self.processor)
         maximum = self.manifest.max_image_tokens_per_image
@@ -193,8 +190,12 @@ class ImageReader:
                 f"{self.manifest.min_image_tokens} and more",
                 hint=f"send a shorter part of it, or build with --minImageTokens {least}",
             )
-        fixed = grid_inputs(*prepared.whole.grid, self.manifest.vision)
-        found = [self._network.encode({PIXEL_VALUES: one} | fixed) for one in prepared.passes]
+        grids = prepared.whole.passes or (prepared.whole.grid,) * len(prepared.passes)
+        fixed = {grid: grid_inputs(*grid, self.manifest.vision) for grid in {*grids}}
+        found = [
+            self._network.encode({PIXEL_VALUES: one} | fixed[grid])
+            for grid, one in zip(grids, prepared.passes, strict=True)
+        ]
         embeds, deepstack = _joined(found)
         self._keep(
             EncodedImages(
@@ -238,17 +239,22 @@ class ImageReader:
             )
         if not seen:
             return Prompt(token_ids)
-        positions = None
+        vocab_size, positions = self._decoder.vocab_size, None
+        contents = [one.content for one in seen for _ in one.embeds]
+        keys: dict[int, RowKey] = dict(enumerate(contents, vocab_size))
         if self._decoder.position_axes == 3:
+            assert isinstance(self.processor, PlacesImages)
             grids = [run for one in seen for run in one.runs]
-            positions = rotary_positions(ids, self._token_id, grids).prompt
-        ids[places] = self._decoder.vocab_size + np.arange(count)
-        keys = [one.content for one in seen for _ in one.embeds]
+            found = self.processor.positions(ids, self._token_id, grids)
+            positions = found.prompt
+            # Without images these tokens have other positions
+            keys |= {token: f"{token} before an image" for token in found.forward_ids}
+        ids[places] = vocab_size + np.arange(count)
         rows = ImageRows(
             embeds=np.concatenate([one.embeds for one in seen]),
             deepstack=np.concatenate([one.deepstack for one in seen], axis=1),
             positions=positions,
-            keys=dict(enumerate(keys, self._decoder.vocab_size)),
+            keys=keys,
             spans=_runs(places) if self._is_bidirectional else (),
         )
         return Prompt(ids.tolist(), rows)

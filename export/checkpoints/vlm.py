@@ -25,6 +25,7 @@ class _Family:
     # Of configs that hold the text tower's keys as well as these.
     other_keys: tuple[str, ...] = ()
     interleaves_axes: bool = False  # of M-RoPE, even if its config does not state it
+    sections: tuple[int, ...] = ()  # of M-RoPE, if its config does not state them
     takes_grids: bool = True  # M-RoPE of images; else their tokens have positions as text does
     omits_tying: bool = False  # without `tie_word_embeddings` the text model's default counts
     # Key of an image's tokens, and its default, if these may attend to each other
@@ -51,6 +52,7 @@ _GENERATOR = re.compile(
     r"(_moe_gen\.|\.(add_[qkv]_proj|to_add_out|norm_added_[qk]|k_norm_und_for_gen)\.|"
     r"(^|\.)(action_modality_embed$|action_proj_(in|out)\.|time_embedder\.|proj_(in|out)\.))"
 )
+_QWEN3_5_SECTIONS = 11, 11, 10
 _FAMILIES = {
     "cosmos3_edge": _Family(
         text_type="arcee",
@@ -84,12 +86,13 @@ _FAMILIES = {
     "qwen3_vl_moe": _Family(
         text_type="qwen3_moe", text_keys={"norm_topk_prob": True}, interleaves_axes=True
     ),
-    "qwen3_5": _Family(interleaves_axes=True),
-    "qwen3_5_moe": _Family(interleaves_axes=True),
+    "qwen3_5": _Family(interleaves_axes=True, sections=_QWEN3_5_SECTIONS),
+    "qwen3_5_moe": _Family(interleaves_axes=True, sections=_QWEN3_5_SECTIONS),
     "internvl": _Family(),
     "lfm2_vl": _Family(omits_tying=True),
     "lfm3_vl": _Family(omits_tying=True),
     "minicpmv4_6": _Family(takes_grids=False),
+    "minicpmv4_7": _Family(interleaves_axes=True, sections=_QWEN3_5_SECTIONS),
     "mistral3": _Family(omits_tying=True),
     "muse_glimmer": _Family(),
     "idefics3": _Family(),
@@ -262,7 +265,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     model_type = family.text_type or text.get("model_type")
     for key in ("rope_parameters", "rope_scaling"):
         if family.interleaves_axes and isinstance(text.get(key), dict):
-            text[key] = {**text[key], "mrope_interleaved": True}
+            usual = {"mrope_section": [*family.sections]} if family.sections else {}
+            text[key] = {**usual, **text[key], "mrope_interleaved": True}
     return {**text, **family.text_keys, **tied, "model_type": model_type}
 
 

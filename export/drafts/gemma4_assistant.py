@@ -1,5 +1,6 @@
-"""Gemma 4's assistants (`gemma4_assistant`): drafts that read keys and values of their base.
+"""Assistants of Gemma 4 and Gemma 4 12B: drafts that read keys and values of their base.
 
+`gemma4_assistant` and `gemma4_unified_assistant` have the same layers, and different defaults.
 An assistant's layers have no keys and values of their own: those in windows read the base's last
 ones in windows, global layers its last global ones. All tokens that it drafts after a text have the
 position of the text's newest token, and attend to the tokens before that one. Its input is the
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,7 @@ from edgellm.export.layers.attention import PassState, Scores
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.norm import RMSNorm
-from edgellm.export.models import gemma4_text
+from edgellm.export.models import gemma4_text, gemma4_unified_text
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import call
 from edgellm.export.onnx.functions.experts import router
@@ -50,6 +52,11 @@ _TABLE, _LAYER = "model.embed_tokens", "model.layers"
 _KV = ("input_layernorm", *(f"self_attn.{name}" for name in ("k_proj", "v_proj", "k_norm")))
 _KV_SCALES = (".k_scale", ".v_scale")  # of the base's cache
 _SHARED = ("key", "value", "cos", "sin")
+# By model type: the architecture of its layers and of the base, the base's name and hidden size
+_TYPES: Mapping[str, tuple[ModuleType, str, int]] = {
+    "gemma4_assistant": (gemma4_text, "Gemma 4", 1536),
+    "gemma4_unified_assistant": (gemma4_unified_text, "Gemma 4 12B", 3840),
+}
 _HINT = "give the base that the assistant was trained for"
 
 
@@ -126,14 +133,15 @@ def read(
         UnsupportedModelError: unsupported keys, or another base.
     """
     reader = ConfigReader(checkpoint.config)
-    reader.expect("model_type", "gemma4_assistant")
-    if not isinstance(base, gemma4_text.Config):
+    module, title, usual_size = _TYPES[reader.choice("model_type", *_TYPES)]
+    if not isinstance(base, module.Config):
         raise UnsupportedModelError(
-            f"{checkpoint.label} is for a base of Gemma 4, this base is another model", hint=_HINT
+            f"{checkpoint.label} is for a base of {title}, this base is another model", hint=_HINT
         )
-    text = _read_text(reader.read("text_config", dict), ignored)
+    assert isinstance(base, gemma4_text.Config)
+    text = _read_text(module, reader.read("text_config", dict), ignored)
     for what, found, wanted in (
-        ("hidden size", reader.positive("backbone_hidden_size", 1536), base.hidden_size),
+        ("hidden size", reader.positive("backbone_hidden_size", usual_size), base.hidden_size),
         ("vocabulary", text.vocab_size, base.vocab_size),
     ):
         if found != wanted:
@@ -152,7 +160,9 @@ def read(
     )
 
 
-def _read_text(given: Mapping[str, Any], ignored: tuple[str, ...]) -> gemma4_text.Config:
+def _read_text(
+    module: ModuleType, given: Mapping[str, Any], ignored: tuple[str, ...]
+) -> gemma4_text.Config:
     """The layers' config, read as if they had keys and values."""
     reader = ConfigReader(given)
     layers = reader.positive("num_hidden_layers")
@@ -169,7 +179,7 @@ def _read_text(given: Mapping[str, Any], ignored: tuple[str, ...]) -> gemma4_tex
             "vocab_size_per_layer_input": reader.positive("vocab_size"),
         }
     )
-    config = gemma4_text.Config.from_hf(plain)
+    config = module.Config.from_hf(plain)
     plain.finish(ignored)
     assert isinstance(config, gemma4_text.Config)
     return config

@@ -68,6 +68,7 @@ TINY = {
         "pad_token_id": 0,
     },
     "image_token_id": 90,
+    "video_token_id": 91,
 }
 # Of other tools, or of parts that transformers does not compute
 _UNUSED = ("default_output_length", "global_head_dim", "max_position_embeddings")

@@ -42,7 +42,6 @@ TINY = {
         "num_kv_shared_layers": 0,
         "use_double_wide_mlp": False,
     },
-    "video_token_id": 91,
     "audio_token_id": 92,
 }
 for _key in ("hidden_size_per_layer_input", "vocab_size_per_layer_input"):

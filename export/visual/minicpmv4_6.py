@@ -1,4 +1,4 @@
-"""MiniCPM-V 4.6's encoder: SigLIP (arXiv 2303.15343) of any size, whose patches are merged twice.
+"""The encoder of MiniCPM-V: SigLIP (arXiv 2303.15343) of any size, with patches merged twice.
 
 After some blocks, patches attend in windows of 2 by 2, which are merged; after the last block, 2 by
 2 merged patches become a token. With the `downsample_mode` 4x the first merge is left out. A pass

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from edgellm.core.errors import (
     RequestError,
@@ -24,6 +25,7 @@ from edgellm.core.errors import (
 if TYPE_CHECKING:
     from PIL import Image
 
+    from edgellm.multimodal.positions import Grid, RotaryPositions
     from edgellm.multimodal.video import Film, Resize
 
 _FAMILIES = {
@@ -36,6 +38,7 @@ _FAMILIES = {
     "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "qwen2_vl",
     "minicpmv4_6": "minicpmv4_6",
+    "minicpmv4_7": "minicpmv4_6",
     "mistral3": "pixtral",
     "muse_glimmer": "muse_glimmer",
     "qwen2_5_vl": "qwen2_vl",
@@ -59,11 +62,11 @@ class Prepared:
     placeholder: str = ""  # of a video; "": an image's
     # Grids of several passes of the encoder, whose patches are concatenated; (): one pass
     passes: tuple[tuple[int, int], ...] = ()
-    # Around the number of the image among those of a request, which stands before `prompt`
+    # Around the number of the image, or video, among those of a request, before `prompt`
     number_tokens: tuple[str, str] | None = None
 
     def numbered_prompt(self, number: int) -> str:
-        """`prompt` of the image with this number, which counts from 0."""
+        """`prompt` of the image or video with this number, which counts from 0."""
         if self.number_tokens is None:
             return self.prompt
         begin, end = self.number_tokens
@@ -72,11 +75,11 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PreparedFilm:
-    """A video, prepared for the encoder, with one pass for each temporal patch."""
+    """A video, prepared for the encoder, with a pass for each temporal patch, or its slices."""
 
-    whole: Prepared  # without pixels; its grid is that of each pass
+    whole: Prepared  # without pixels; its grid is that of each pass, unless `whole.passes` differ
     passes: tuple[NDArray[np.float32], ...]  # pixels of each: [P, 3*T*p*p] or [1, 3, S, S]
-    runs: tuple[tuple[int, int, int, float], ...]  # see `rotary_positions`; () on one axis
+    runs: tuple[Grid, ...]  # see `rotary_positions`; () on one axis
 
 
 class ImageProcessor(Protocol):
@@ -103,6 +106,21 @@ class ImageProcessor(Protocol):
             RequestError: the family does not support the shape.
             LimitError: even the smallest size has more tokens.
         """
+        ...
+
+
+@runtime_checkable
+class PlacesImages(Protocol):
+    """The further methods of families with M-RoPE positions of images."""
+
+    def merged(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of tokens of a grid of patches."""
+        ...
+
+    def positions(
+        self, token_ids: ArrayLike, image_token_id: int, grids: Sequence[Grid]
+    ) -> RotaryPositions:
+        """M-RoPE positions of a prompt with image tokens; see `rotary_positions`."""
         ...
 
 
@@ -207,5 +225,8 @@ def expand(prompt: str, image_token: str, images: Sequence[Prepared]) -> str:
             " it, or they are in another order",
             hint=f"{image_token} must not stand in the text",
         )
-    pairs = enumerate(zip(images, texts, strict=True))
-    return first + "".join(image.numbered_prompt(at) + text for at, (image, text) in pairs)
+    found, numbers = first, Counter[str]()  # by placeholder
+    for image, text in zip(images, texts, strict=True):
+        found += image.numbered_prompt(numbers[image.placeholder]) + text
+        numbers[image.placeholder] += 1
+    return found

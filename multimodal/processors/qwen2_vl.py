@@ -7,16 +7,18 @@ arXiv 2409.12191, section 2.1; rounding as in transformers' `smart_resize`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 
 from edgellm.core.errors import (
     LimitError,
     RequestError,
 )
+from edgellm.multimodal.positions import Grid, RotaryPositions, rotary_positions
 from edgellm.multimodal.processors import Prepared, PreparedFilm
 from edgellm.multimodal.processors.pixels import (
     CLIP_MEAN,
@@ -84,8 +86,14 @@ class Processor:
         )
 
     def merged(self, grid: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of tokens of a grid of patches, for `rotary_positions`."""
+        """Rows and columns of tokens of a grid of patches; see `PlacesImages`."""
         return grid[0] // self.merge_size, grid[1] // self.merge_size
+
+    def positions(
+        self, token_ids: ArrayLike, image_token_id: int, grids: Sequence[Grid]
+    ) -> RotaryPositions:
+        """M-RoPE positions of a prompt; see `PlacesImages`."""
+        return rotary_positions(token_ids, image_token_id, grids)
 
     def count(self, size: tuple[int, int], max_tokens: int | None = None) -> int:
         """Image tokens of an image of `size` (width, height)."""

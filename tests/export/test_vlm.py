@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cuda_on_cpu
@@ -25,6 +26,7 @@ from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.export import models
 from edgellm.export.checkpoints import vlm
+from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -178,6 +180,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "minicpmv4_6": {
         "text_config": {"model_type": "qwen3_5_text", **_QWEN3_5},  # with axes that images lack
         "vision_config": {**_TILES, "model_type": "minicpmv4_6_vision"}, "insert_layer_id": 0,
+    },
+    "minicpmv4_7": {
+        "text_config": {"model_type": "qwen3_5_text", **_QWEN3_5},
+        "vision_config": {**_TILES, "model_type": "minicpmv4_7_vision"}, "insert_layer_id": 0,
     },
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _TILES},
@@ -393,7 +399,7 @@ def test_gemma_4_without_an_encoder(tmp_path):
 
 def test_the_manifest_has_image_tokens_and_position_axes(exported):
     spec = _spec(exported)
-    has_axes = spec.images.model_type.startswith(("qwen", "cosmos3"))
+    has_axes = spec.images.model_type.startswith(("qwen", "cosmos3", "minicpmv4_7"))
     assert spec.position_axes == (3 if has_axes else 1)
     assert spec.images.token_id == IMAGE_TOKEN
     levels = {"qwen3_vl": 2, "qwen3_vl_moe": 1}
@@ -401,6 +407,28 @@ def test_the_manifest_has_image_tokens_and_position_axes(exported):
     is_stated = getattr(exported[0].config.get_text_config(), "use_bidirectional_attention", None)
     tokens = 280 if is_stated == "vision" else 16 if spec.images.model_type == "gemma3" else 0
     assert spec.images.bidirectional_tokens == tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "minicpmv4_7"])
+def test_axes_that_a_config_omits_are_those_of_transformers(family):
+    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+
+    theirs = configuration_qwen3_5.Qwen3_5TextConfig(head_dim=256)
+    rope = {key: value for key, value in theirs.rope_parameters.items() if "mrope" not in key}
+    theirs.rope_parameters = rope
+    config = {
+        "model_type": family,
+        "text_config": {"model_type": "qwen3_5_text", "rope_parameters": rope},
+        "vision_config": {},
+        "image_token_id": 1,
+    }
+    stored: Any = SimpleNamespace(infos=dict)
+    checkpoint = Checkpoint(
+        label="a", config=config, generation_config={}, tensors=stored, tokenizer_files={}
+    )
+    found = vlm.text_tower(checkpoint).checkpoint.config["rope_parameters"]
+    expected = modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(theirs).mrope_section
+    assert found["mrope_section"] == expected
 
 
 @pytest.mark.parametrize(

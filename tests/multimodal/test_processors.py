@@ -18,11 +18,14 @@ from image_checkpoints import (
     byte_tokenizer,
     channels_last,
     frames_first,
+    gemma4_film,
+    minicpm_film,
     patches_of,
     picture,
     places_of,
     planes_of,
     planes_of_passes,
+    strip_of,
     without_torchvision,
     write_processor,
 )
@@ -57,6 +60,7 @@ LEAST = {  # tokens of an image
     "gemma4_unified": 1,
     "minicpmv4_6": 1,
     "muse_glimmer": 1,
+    "minicpmv4_7": 1,
 }
 SIZE = st.tuples(st.integers(1, 300), st.integers(1, 300)).filter(
     lambda size: max(size) <= 200 * min(size)
@@ -89,7 +93,7 @@ def pixels_of(model_type, output):
             patches[: rows * columns].ravel()
             for patches, (rows, columns) in zip(pixels, output["spatial_shapes"], strict=True)
         ])  # fmt: skip
-    if model_type == "minicpmv4_6":  # patches of all passes, one right of the other
+    if model_type.startswith("minicpm"):  # patches of all passes, one right of the other
         side = pixels.shape[2]
         return pixels.reshape(3, side, -1, side).transpose(2, 1, 3, 0).ravel()
     if model_type.startswith("gemma4"):
@@ -124,7 +128,7 @@ def compare(model_type, ours, theirs, images, texts):
         pixels = [frames_first(each.pixels, each.grid, ours.merge_size) for each in prepared]
     if model_type == "mistral3":
         pixels = [planes_of(each.pixels, each.grid, ours.merge_size).ravel() for each in prepared]
-    if model_type in ("lfm2_vl", "minicpmv4_6"):
+    if model_type.startswith(("lfm2_vl", "minicpm")):
         planes = [part for each in prepared for part in planes_of_passes(each, ours.merge_size)]
         pixels = [patches_of(each, ours.patch_size).ravel() for each in planes]
     found = np.concatenate(pixels)
@@ -421,6 +425,141 @@ def test_muse_glimmers_videos_have_times(pairs):
     assert found.whole.prompt == prompt
     with pytest.raises(LimitError, match="more pairs of frames than image tokens"):
         ours.fit_frames((190, 120), 6, 2, 100)
+
+
+@settings(max_examples=8)
+@given(size=SIZE, count=st.integers(1, 4), start=st.integers(0, 10000))
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+def test_gemma_4s_videos_are_those_of_transformers(pairs, model_type, size, count, start):
+    """Patches and places of frames, and the prompt with their times."""
+    from transformers.video_utils import VideoMetadata
+
+    ours, theirs = pairs(model_type)
+    frames = [picture(*size, seed) for seed in range(count)]
+    output = gemma4_film(model_type, frames, 4, 3)
+    at = [start + 40 * place for place in range(count)]
+    output["video_metadata"] = [VideoMetadata(20000, fps=12.5, frames_indices=at)]
+    fitted = tuple(map(ours.fit_frames(size, count, 70 * count, 280), frames))
+    seconds = tuple(place / 12.5 for place in at)
+    found = ours.prepare_film(Film(frames=fitted, seconds=seconds, frame_rate=1.0, duration=1600.0))
+    wanted = theirs.replace_video_token(output, 0).replace("<|video|>", ours.image_token)
+    assert found.whole.prompt == wanted
+    assert found.whole.num_tokens == wanted.count(ours.image_token)
+    places = np.asarray(output["video_position_ids"])
+    for frame, pixels, own in zip(found.passes, output["pixel_values_videos"], places, strict=True):
+        patches = patches_of(planes_of(frame, found.whole.grid, ours.merge_size), ours.patch_size)
+        is_patch = (own >= 0).all(axis=-1)
+        np.testing.assert_array_equal(patches, pixels.numpy()[is_patch])
+        assert np.array_equal(own[is_patch], places_of(found.whole.grid))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_frames": 5}, {"num_frames": None, "fps": 2}])
+def test_gemma_4s_frames_are_sampled_as_by_transformers(tmp_path, settings):
+    """A video of fewer frames than wanted, which transformers rejects, is taken as it is."""
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+    folder = write_processor(tmp_path, "gemma4")
+    own = {"patch_size": 4, "pooling_kernel_size": 3, **settings}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(own))
+    ours = processors.load(folder)
+    wanted = {"num_frames": 32, **settings}
+    for total, rate in ((32, 25.0), (100, 25.0), (1001, 29.97), (40, 2.0)):
+        theirs = default_sample_indices_fn(VideoMetadata(total, fps=rate), **wanted)
+        assert ours.pick_frames(total, rate, 1000) == theirs.tolist()
+    few = {**wanted, "num_frames": 3, "fps": None}
+    theirs = default_sample_indices_fn(VideoMetadata(100, fps=25.0), **few)
+    assert ours.pick_frames(100, 25.0, 3) == theirs.tolist()
+    assert ours.pick_frames(1, 25.0, 1000) == [0]
+
+
+def test_many_frames_of_gemma_4_are_smaller(pairs):
+    ours, _ = pairs("gemma4")
+    fitted = ours.fit_frames((640, 480), 8, 100, 70)(picture(640, 480))
+    assert fitted.size == (12 * 4, 12 * 3)  # 12 tokens
+    with pytest.raises(
+        LimitError, match="a video of 8 frames has at least 8 tokens; 7 are allowed"
+    ):
+        ours.fit_frames((640, 480), 8, 7, 70)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_frames": 4, "fps": 2}, "num_frames = 4 does not go with fps = 2.0"),
+        ({"num_frames": 0}, "num_frames = 0 does not go with fps = 0.0"),
+        ({"max_soft_tokens": 71}, "max_soft_tokens = 71 is none of 70"),
+        ({"max_soft_tokens": 560}, "is more than vision_soft_tokens_per_image = 280"),
+        ({"pooling_kernel_size": 2}, "pooling_kernel_size = 2 should be 3"),
+        ({"video_processor_type": "Gemma4UnifiedVideoProcessor"}, "is not supported"),
+        ({"crops": True}, "does not understand: crops"),
+    ],
+)
+def test_settings_of_gemma_4s_videos_that_are_rejected(tmp_path, changes, message):
+    folder = write_processor(tmp_path, "gemma4")
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps({"patch_size": 4, "pooling_kernel_size": 3, **changes}))
+    with pytest.raises(UnsupportedModelError, match=f"^{file.name}.*{message}") as caught:
+        processors.load(folder)
+    assert caught.value.hint
+
+
+@settings(max_examples=8)
+@given(size=SIZE, count=st.integers(1, 3))
+@pytest.mark.parametrize("model_type", ["minicpmv4_6", "minicpmv4_7"])
+def test_minicpms_videos_are_those_of_transformers(pairs, model_type, size, count):
+    """Patches of frames and their slices, and the prompt; videos of 4.6 are counted alone."""
+    ours, theirs = pairs(model_type)
+    frames = [picture(*size, seed) for seed in range(count)]
+    output = minicpm_film(frames, None, 4, 64)
+    sheet = ours.fit_frames(size, count, 10**6, 10**6)
+    film = Film(
+        frames=tuple(map(sheet, frames)),
+        seconds=tuple(range(count)),
+        frame_rate=1.0,
+        duration=float(count),
+        resize=sheet,
+    )
+    found = ours.prepare_film(film)
+    wanted = theirs.replace_video_token(output, 0, video_token_divisor=16)
+    wanted = theirs._prepend_local_ids(["<|video_pad|>"], [wanted], "<|video_pad|>")[0]
+    wanted = wanted.replace("<|video_pad|>", ours.image_token)
+    still = ours.prepare(frames[0])
+    text = expand(f"{ours.image_token}a<|video_pad|>", ours.image_token, [still, found.whole])
+    assert text == f"{still.numbered_prompt(0)}a{wanted}"
+    assert np.array_equal(found.whole.passes, output["target_sizes_videos"])
+    strips = [
+        strip_of(planes_of(*each, ours.merge_size), 4)
+        for each in zip(found.passes, found.whole.passes, strict=True)
+    ]
+    pixels = output["pixel_values_videos"][0].numpy()
+    assert np.array_equal(np.concatenate(strips, axis=-1), pixels)
+
+
+@pytest.mark.parametrize("maximum", [128, 5])
+def test_minicpms_frames_are_sampled_as_by_transformers(tmp_path, maximum):
+    from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import (
+        MiniCPMV4_6VideoProcessor,
+    )
+    from transformers.video_utils import VideoMetadata
+
+    folder = write_processor(tmp_path, "minicpmv4_6")
+    file = folder / "video_preprocessor_config.json"
+    file.write_text(json.dumps({"max_num_frames": maximum}))
+    ours, own = processors.load(folder), SimpleNamespace(max_num_frames=maximum, stack_frames=1)
+    for total, rate in ((1, 25.0), (100, 25.0), (1001, 29.97), (90000, 30.0), (640, 8.0)):
+        film = VideoMetadata(total, fps=rate, duration=total / rate)
+        theirs = MiniCPMV4_6VideoProcessor.sample_frames(own, film)
+        assert ours.pick_frames(total, rate, 1000) == theirs
+    assert ours.pick_frames(10, 0.5, 1000) == sorted({*ours.pick_frames(10, 0.5, 1000)})
+    with pytest.raises(
+        LimitError, match="a video of 8 frames has at least 8 tokens; 7 are allowed"
+    ):
+        ours.fit_frames((640, 480), 8, 7, 70)
+    file.write_text(json.dumps({"stack_frames": 2}))
+    assert processors.load(folder).film is None
+    file.write_text(json.dumps({"stack_frames": 1, "scale_resolution": 0}))
+    with pytest.raises(UnsupportedModelError, match=f"^{file.name}: scale_resolution = 0"):
+        processors.load(folder)
 
 
 def test_numbers_of_frames_are_words():

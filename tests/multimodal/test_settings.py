@@ -349,6 +349,16 @@ def test_unsupported_settings_are_rejected(tmp_path, model_type, changes, match)
     )
 
 
+@pytest.mark.parametrize("key", ["image_start_id", "newline_id"])
+def test_tags_of_a_canvas_are_required(tmp_path, key):
+    folder = write_processor(tmp_path, "minicpmv4_7")
+    config = json.loads((folder / "config.json").read_text())
+    edit(folder, "config", **{**config, key: None})
+    with pytest.raises(UnsupportedModelError, match=f"config.json has no {key}") as caught:
+        processors.load(folder)
+    assert caught.value.hint
+
+
 def test_positions_of_gemma_4_are_as_many_as_a_strip_has(tmp_path):
     folder = write_processor(tmp_path, "gemma4")
     vision = {"patch_size": 4, "pooling_kernel_size": 3}

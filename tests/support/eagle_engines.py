@@ -144,10 +144,10 @@ def build_mtp(folder: Path, make: Callable[[Path], Path] = make_base) -> EaglePa
     return _built(pair)
 
 
-def build_assistant(folder: Path) -> EaglePair:
+def build_assistant(folder: Path, form: str = "gemma4") -> EaglePair:
     """A base of Gemma 4 with its assistant, which has a head with centroids."""
-    base = gemma4_assistants.make_base(folder / "base")
-    draft = gemma4_assistants.make_assistant(folder / "draft", **gemma4_assistants.CLUSTERS)
+    base = gemma4_assistants.make_base(folder / "base", form)
+    draft = gemma4_assistants.make_assistant(folder / "draft", form, **gemma4_assistants.CLUSTERS)
     return build_drafted(folder, base, draft)
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from conftest import make_checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
+    Gemma4UnifiedAssistantForCausalLM,
 )
 
 from edgellm.export import models
 
-BASE = models.find("gemma4_text").TINY
+BASE, UNIFIED = (models.find(f"gemma4{kind}_text").TINY for kind in ("", "_unified"))
 HIDDEN, VOCAB = BASE["hidden_size"], BASE["vocab_size"]
 SLIDING, FULL = "sliding_attention", "full_attention"
 CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": 12, "centroid_intermediate_top_k": 3}
@@ -35,20 +36,33 @@ TEXT = {
     "vocab_size_per_layer_input": 0,
     "num_kv_shared_layers": 4,
 }
+UNIFIED_TEXT = {key: value for key, value in TEXT.items() if "per_layer" not in key}
+UNIFIED_TEXT |= {
+    "model_type": UNIFIED["model_type"],
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
+_CLASSES = {
+    "gemma4": Gemma4AssistantForCausalLM,
+    "gemma4_unified": Gemma4UnifiedAssistantForCausalLM,
+}
+# Text configs of an assistant, and its base
+FORMS = {"gemma4": (TEXT, BASE), "gemma4_unified": (UNIFIED_TEXT, UNIFIED)}
 
 
-def make_base(folder: Path, **changes: object) -> Path:
+def make_base(folder: Path, form: str = "gemma4", **changes: object) -> Path:
     """A base with shared keys and values, and heads of two sizes."""
-    return make_checkpoint(folder, **{**BASE, **changes})
+    return make_checkpoint(folder, **{**FORMS[form][1], **changes})
 
 
-def make_assistant(folder: Path, text: dict[str, object] = TEXT, **changes: object) -> Path:
-    """An assistant of `make_base`, with centroids by `CLUSTERS`."""
+def make_assistant(folder: Path, form: str = "gemma4", text: Any = None, **changes: object) -> Path:
+    """An assistant of `make_base`, with centroids by `CLUSTERS`; `text`: another `text_config`."""
     torch.manual_seed(5)
-    config = Gemma4AssistantConfig(
-        text_config=AutoConfig.for_model(**text), backbone_hidden_size=HIDDEN, **changes
+    text_config = AutoConfig.for_model(**(FORMS[form][0] if text is None else text))
+    config = AutoConfig.for_model(
+        f"{form}_assistant", text_config=text_config, backbone_hidden_size=HIDDEN, **changes
     )
-    model = Gemma4AssistantForCausalLM(config)
+    model = _CLASSES[form](config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -75,7 +89,8 @@ class Oracle:
     def __init__(self, base: Path, assistant: Path) -> None:
         eager = {"attn_implementation": "eager"}
         self.base = AutoModelForCausalLM.from_pretrained(base, **eager)
-        self.assistant = Gemma4AssistantForCausalLM.from_pretrained(assistant, **eager)
+        form = AutoConfig.from_pretrained(assistant).model_type.removesuffix("_assistant")
+        self.assistant = _CLASSES[form].from_pretrained(assistant, **eager)
 
     def read(self, ids: list[int], taps: tuple[int, ...]) -> torch.Tensor:
         """Remember the base's keys and values of a text; its hidden taps [S, T*H]."""

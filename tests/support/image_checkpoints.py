@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -63,6 +64,7 @@ NAMED_TOKENS = {  # by model type
     "gemma4": GEMMA4,
     "gemma4_unified": GEMMA4,
     "minicpmv4_6": MINICPM,
+    "minicpmv4_7": MINICPM,
 }
 
 _QWEN2 = {
@@ -127,6 +129,23 @@ _GEMMA4 = {
     "processor_config": {"image_seq_length": 70, "processor_class": "Gemma4Processor"},
     "config": {"vision_config": {"patch_size": 4, "pooling_kernel_size": 3}},
     "tokenizer_config": {"extra_special_tokens": GEMMA4},
+}
+_MINICPM = {
+    "preprocessor_config": {
+        "image_processor_type": "MiniCPMV4_6ImageProcessor",
+        "downsample_mode": "16x",
+        "max_slice_nums": 4,
+        "patch_size": 4,
+        "resample": 3,
+        "scale_resolution": 64,
+        "slice_mode": True,
+        "use_image_id": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "processor_config": {"processor_class": "MiniCPMV4_6Processor"},
+    "config": {"vision_config": {"patch_size": 4}},
+    "tokenizer_config": {"extra_special_tokens": MINICPM},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
@@ -241,22 +260,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor_config": {"processor_class": "Lfm2VlProcessor"},
         "config": {"downsample_factor": 2, "vision_config": {"patch_size": 4}},
     },
-    "minicpmv4_6": {
-        "preprocessor_config": {
-            "image_processor_type": "MiniCPMV4_6ImageProcessor",
-            "downsample_mode": "16x",
-            "max_slice_nums": 4,
-            "patch_size": 4,
-            "resample": 3,
-            "scale_resolution": 64,
-            "slice_mode": True,
-            "use_image_id": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": {
+        **_MINICPM,
+        "processor_config": {"processor_class": "MiniCPMV4_7Processor"},
+        "config": {
+            **_MINICPM["config"],
+            "image_start_id": 5,
+            "image_end_id": 6,
+            "slice_start_id": 7,
+            "slice_end_id": 8,
+            "newline_id": 9,
         },
-        "processor_config": {"processor_class": "MiniCPMV4_6Processor"},
-        "config": {"vision_config": {"patch_size": 4}},
-        "tokenizer_config": {"extra_special_tokens": MINICPM},
     },
     "internvl": {
         "preprocessor_config": {
@@ -312,7 +327,7 @@ def write_tiny_processor(folder: Path, config: Mapping[str, Any]) -> None:
         image["encoder_patch_size"] = vision["patch_size"]
         image["downsample_factor"] = config["downsample_factor"]
         image["tile_size"] = 4 * vision["patch_size"] * config["downsample_factor"]
-    elif model_type == "minicpmv4_6":
+    elif model_type.startswith("minicpm"):
         image |= {"patch_size": vision["patch_size"], "scale_resolution": 16 * vision["patch_size"]}
         image["downsample_mode"] = config.get("downsample_mode", "16x")
     elif model_type == "mistral3":
@@ -414,13 +429,14 @@ def reference(folder: Path, model_type: str) -> Any:
         "cosmos3_edge": (transformers.Cosmos3EdgeProcessor, {}),
         "minicpmv4_6": (transformers.MiniCPMV4_6Processor, {}),
         "muse_glimmer": (transformers.MuseGlimmerProcessor, {}),
+        "minicpmv4_7": (transformers.MiniCPMV4_7Processor, {}),
         "internvl": (transformers.InternVLProcessor, {"image_seq_length": 1}),
         "idefics3": (transformers.Idefics3Processor, {"image_seq_len": 4}),
         "smolvlm": (transformers.SmolVLMProcessor, {"image_seq_len": 4}),
     }[model_type]
     if model_type not in ("idefics3", "gemma3", "mistral3", "lfm2_vl"):
         arguments["video_processor"] = None
-    if model_type == "minicpmv4_6":  # whose processor reads these settings
+    if model_type.startswith("minicpm"):  # whose processor reads these settings
         video = SimpleNamespace(slice_mode=True, downsample_mode="16x")
         arguments["video_processor"] = video
     # transformers requires a video processor, which would need torchvision
@@ -508,6 +524,98 @@ _OWN_PICTURES = {
     ),
     "gemma4_unified": _gemma4_unified_pictures,
 }
+
+
+@functools.cache
+def _gemma4_films(model_type: str) -> Any:
+    """Gemma 4's video processor, whose steps of torchvision are Pillow's and those of floats."""
+    import torch
+
+    importlib.import_module("transformers.video_processing_utils")  # which needs no torchvision
+    kind = "Gemma4Unified" if model_type == "gemma4_unified" else "Gemma4"
+    with patch("transformers.utils.is_torchvision_v2_available", lambda: True):
+        module = without_torchvision(f"{model_type}.video_processing_{model_type}")
+
+    def resize(
+        _: Any, video: Any, patch_size: int, max_patches: int, pooling_kernel_size: int, **__: Any
+    ) -> torch.Tensor:
+        size = module.get_aspect_ratio_preserving_size(
+            *video.shape[-2:], patch_size, max_patches, pooling_kernel_size
+        )
+        frames = [Image.fromarray(each.numpy().transpose(1, 2, 0)) for each in video]
+        resized = [each.resize(size[::-1], Image.Resampling.BICUBIC) for each in frames]
+        return torch.from_numpy(np.stack([np.asarray(each) for each in resized])).permute(
+            0, 3, 1, 2
+        )
+
+    def rescale(_: Any, video: Any, __: bool, factor: float, *___: Any) -> torch.Tensor:
+        return (video.double() * factor).float()
+
+    own = {"aspect_ratio_preserving_resize": resize, "rescale_and_normalize": rescale}
+    original = getattr(module, f"{kind}VideoProcessor")
+    return type(original.__name__, (original,), own)()
+
+
+def gemma4_film(
+    model_type: str, frames: Sequence[Image.Image], patch_size: int, merged: int
+) -> Any:
+    """What transformers' video processor makes of frames, with its budget of tokens."""
+    import torch
+
+    planes = np.stack([np.asarray(each) for each in frames]).transpose(0, 3, 1, 2)
+    steps = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": None}
+    return _gemma4_films(model_type)._preprocess(
+        [torch.from_numpy(planes)],
+        **steps,
+        rescale_factor=1 / 255,
+        image_mean=None,
+        image_std=None,
+        return_tensors="pt",
+        patch_size=patch_size,
+        max_soft_tokens=70,
+        pooling_kernel_size=merged,
+    )
+
+
+def minicpm_film(frames: Sequence[Image.Image], metadata: Any, patch_size: int, area: int) -> Any:
+    """What MiniCPM-V's video processor makes of frames, with four slices and Pillow's resizing.
+
+    `area`: `scale_resolution`.
+    """
+    import torch
+
+    module = without_torchvision("minicpmv4_6.video_processing_minicpmv4_6")
+
+    def resize(_: Any, video: Any, size: Any, **__: Any) -> torch.Tensor:
+        flat = video.reshape(-1, *video.shape[-3:]).permute(0, 2, 3, 1).numpy()
+        wanted = size.width, size.height
+        resized = [Image.fromarray(each).resize(wanted, Image.Resampling.BICUBIC) for each in flat]
+        stacked = torch.from_numpy(np.stack([np.asarray(each) for each in resized]))
+        found = stacked.permute(0, 3, 1, 2)
+        return found.reshape(*video.shape[:-2], *found.shape[-2:])
+
+    def rescale(_: Any, video: Any, __: bool, factor: float, *___: Any) -> torch.Tensor:
+        return ((video.double() * factor).float() - 0.5) / 0.5
+
+    own = {"resize": resize, "rescale_and_normalize": rescale}
+    original = module.MiniCPMV4_6VideoProcessor
+    planes = np.stack([np.asarray(each) for each in frames]).transpose(0, 3, 1, 2)
+    steps = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": None}
+    return type(original.__name__, (original,), own)()._preprocess(
+        [torch.from_numpy(np.ascontiguousarray(planes))],
+        **steps,
+        rescale_factor=1 / 255,
+        image_mean=None,
+        image_std=None,
+        max_slice_nums=4,
+        scale_resolution=area,
+        patch_size=patch_size,
+        slice_mode=True,
+        stack_frames=1,
+        max_num_frames=128,
+        video_metadata=[metadata],
+        return_tensors=None,
+    )
 
 
 def _merging(folder: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ _VIDEO = {
     "qwen3_vl": "qwen3_vl.video_processing_qwen3_vl.Qwen3VLVideoProcessor",
     "minicpmv4_6": "minicpmv4_6.video_processing_minicpmv4_6.MiniCPMV4_6VideoProcessor",
     "muse_glimmer": "muse_glimmer.video_processing_muse_glimmer.MuseGlimmerVideoProcessor",
+    "minicpmv4_7": "minicpmv4_6.video_processing_minicpmv4_6.MiniCPMV4_6VideoProcessor",
     "internvl": "internvl.video_processing_internvl.InternVLVideoProcessor",
     "smolvlm": "smolvlm.video_processing_smolvlm.SmolVLMVideoProcessor",
 }

@@ -146,7 +146,7 @@ class VisualModel:
             return [[self._patch_features(*each)] for each in zip(pixels, grids, strict=True)]
         if self.spec.model_type.startswith("gemma4"):
             return [[self._pooled_features(*each)] for each in zip(pixels, grids, strict=True)]
-        if self.spec.model_type == "minicpmv4_6":
+        if self.spec.model_type.startswith("minicpm"):
             return [[self._strip_features(*each)] for each in zip(pixels, grids, strict=True)]
         sizes, whole = torch.tensor([(1, *grid) for grid in grids]), np.concatenate(pixels)
         if self.spec.model_type == "cosmos3_edge":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import gemma4_assistants
 import numpy as np
 from eagle_engines import EAGLE3
 from eagle_reference import BASE_HIDDEN, BASE_LAYERS, Layout, make_draft
@@ -51,7 +52,7 @@ QWEN_LIKE = ("qwen", "lfm3", "cosmos3")  # placeholders and grids as Qwen's
 # Those of idefics3 and qwen3_vl
 SHARED_ENCODERS = ("smolvlm", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 # Recurrent layers, experts, or layers of several sizes
-_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4", "minicpmv4_6"
+_CPU_ONLY = "qwen3_5", "lfm2", "lfm3", "qwen3_vl_moe", "gemma4", "minicpm"
 GPU_FAMILIES = [name for name in FAMILIES if not name.startswith(_CPU_ONLY)]
 # Forms of a family besides its TINY, and their text configs
 FORMS = {
@@ -75,6 +76,7 @@ _PLACEHOLDER = {
     "internvl": "<IMG_CONTEXT>",
     "lfm2_vl": "<image>",
     "minicpmv4_6": MINICPM["image_token"],
+    "minicpmv4_7": MINICPM["image_token"],
     "mistral3": PIXTRAL[0],
     "muse_glimmer": MUSE[0],
     "idefics3": "<image>",
@@ -84,7 +86,7 @@ _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for item in message['content'] %}{% if item['type'] == 'image' %}PLACEHOLDER"
-    "{% elif item['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif item['type'] == 'video' %}FILM"
     "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
@@ -120,13 +122,18 @@ def _placeholder(model_type: str) -> str:
     return _PLACEHOLDER["qwen" if model_type.startswith(QWEN_LIKE) else model_type]
 
 
+def _words() -> list[str]:
+    """The vocabulary."""
+    first = [*WORDS, *SPECIAL]
+    words = [f"w{index}" for index in range(VOCABULARY - len(first) - len(LAST))]
+    return [*first, *words, *LAST]
+
+
 def write_tokenizer(folder: Path, model_type: str) -> None:
     """Words w0, w1, ... and all special tokens; a template with a placeholder for images."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = [*WORDS, *SPECIAL]
-    words += [f"w{index}" for index in range(VOCABULARY - len(words) - len(LAST))]
-    words += LAST
+    words = _words()
     tokenizer = Tokenizer(
         models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -134,10 +141,11 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL, *LAST])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    film = f"{QWEN[0]}{QWEN[3]}{QWEN[1]}"
+    others = {"gemm": "<|video|>", "mini": MINICPM["video_token"], "muse": MUSE[1]}
+    film = others.get(model_type[:4], film)
     template = _TEMPLATE.replace("PLACEHOLDER", _placeholder(model_type))
-    if model_type == "muse_glimmer":
-        template = template.replace("<|vision_start|><|video_pad|><|vision_end|>", MUSE[1])
-    config["chat_template"] = template
+    config["chat_template"] = template.replace("FILM", film)
     if named := NAMED_TOKENS.get(model_type):
         config["extra_special_tokens"] = named
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -152,7 +160,7 @@ def make_vlm(folder: Path, form: str, **text: Any) -> Path:
         tiny["vision_config"][size_key] = text["hidden_size"]
     heads = {"num_hidden_layers": 3, "vocab_size": VOCABULARY, "pad_token_id": 0}
     tiny["text_config"] |= {**heads, "bos_token_id": 1, "eos_token_id": 2, **own, **text}
-    words = [*WORDS, *SPECIAL, *[""] * (VOCABULARY - len(WORDS + SPECIAL + LAST)), *LAST]
+    words = _words()
     key = "image_token_index" if "image_token_index" in tiny else "image_token_id"
     tiny[key] = words.index(image_token(model_type))
     if kinds := tiny["text_config"].get("layer_types"):
@@ -162,6 +170,11 @@ def make_vlm(folder: Path, form: str, **text: Any) -> Path:
         ("vision_start_token_id", QWEN[0]),
         ("vision_end_token_id", QWEN[1]),
         ("video_token_id", MUSE[1] if model_type == "muse_glimmer" else QWEN[3]),
+        ("image_start_id", MINICPM["image_start_token"]),
+        ("image_end_id", MINICPM["image_end_token"]),
+        ("slice_start_id", MINICPM["slice_start_token"]),
+        ("slice_end_id", MINICPM["slice_end_token"]),
+        ("newline_id", "w8"),
     ):
         if key in tiny:
             tiny[key] = words.index(token)
@@ -183,12 +196,17 @@ class Engines:
 def build_vlm(
     folder: Path,
     model_type: str,
-    draft: Layout | Literal["medusa", "mtp"] | None = None,
+    draft: Layout | Literal["medusa", "mtp", "assistant"] | None = None,
     dtype: str = "fp32",
     **limits: int,
 ) -> Engines:
-    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
+    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers.
+
+    Under an assistant of Gemma 4 it is the base of `gemma4_assistants`.
+    """
     base = _UNDER_DRAFT if draft is not None else {}
+    if draft == "assistant":
+        base = gemma4_assistants.FORMS[model_type][1] | {"max_position_embeddings": 1024}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
     source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype=dtype)
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")
@@ -200,6 +218,8 @@ def build_vlm(
             source = open_checkpoint(str(checkpoint))
         elif draft == "medusa":
             make_heads(own)
+        elif draft == "assistant":
+            gemma4_assistants.make_assistant(own, model_type)
         else:
             make_draft(own, draft)
         network = open_draft(str(own))
@@ -246,9 +266,10 @@ class Reference:
         config = self.model.config
         tokens = torch.tensor([ids])
         inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        inputs |= film
         if pixels and config.model_type == "lfm2_vl":
             inputs |= self._patches(pixels, grids)
-        elif pixels and config.model_type == "minicpmv4_6":
+        elif pixels and config.model_type.startswith("minicpm"):
             inputs |= self._strips(pixels, grids)
         elif pixels and config.model_type.startswith("gemma4"):
             inputs |= self._placed_patches(pixels, grids)
@@ -267,13 +288,10 @@ class Reference:
             inputs["pixel_values"] = together[None] if is_tiles else together
         if config.model_type == "gemma3":
             inputs["token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type.startswith("gemma4"):
-            inputs["mm_token_type_ids"] = (tokens == config.image_token_id).long()
-        if config.model_type.startswith(("qwen", "cosmos3")):
+        if config.model_type.startswith(("qwen", "cosmos3", "gemma4", "minicpmv4_7")):
             kinds = (tokens == config.image_token_id).long()
             kinds += 2 * (tokens == config.video_token_id).long()
             inputs["mm_token_type_ids"] = kinds
-        inputs |= film
         if pixels and config.model_type.startswith((*QWEN_LIKE, "muse")):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         if config.model_type == "gemma4_unified":
@@ -295,16 +313,20 @@ class Reference:
         ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
         begin = ids.shape[1]
         with torch.no_grad():
-            images = []
+            features: dict[int, Any] = {}
             if "pixel_values" in inputs:
                 places = inputs["image_position_ids"]
                 found = self.model.get_image_features(inputs["pixel_values"], places)
-                images = [*found.pooler_output]
+                features[1] = torch.cat([*found.pooler_output])
+            if "pixel_values_videos" in inputs:
+                names = "pixel_values_videos", "video_position_ids", "num_frames_per_video"
+                found = self.model.model.get_video_features(*(inputs[name] for name in names))
+                features[2] = torch.cat([*found.pooler_output])
             while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
                 kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
                 embeds = self.model.get_input_embeddings()(ids)
-                if images:
-                    embeds[kinds == 1] = torch.cat(images)
+                for kind, rows in features.items():
+                    embeds[kinds == kind] = rows
                 positions = torch.arange(ids.shape[1])[None]
                 masks = self.model.create_masks_for_generate(
                     self.model.config, embeds, None, None, positions, mm_token_type_ids=kinds

@@ -122,6 +122,22 @@ def test_outputs_equal_transformers(llm, reference, pictures, kind):
     assert answer.token_ids == expected
 
 
+@pytest.mark.each_change("minicpmv4_7")
+def test_tokens_whose_positions_depend_on_an_image_have_other_keys(llm, pictures):
+    """The prefix cache never takes them for the same tokens of a text."""
+    seen = llm.images.see([pictures["c"]], Path())
+    text = llm.images.expand(f"w1 w2 {llm.images.processor.image_token}", seen)
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    prompt = llm.images.prompt(ids, seen)
+    if prompt.images.positions is None:
+        return
+    before = ids.index(llm.manifest.decoder.images.token_id)
+    moved = (prompt.images.positions[:, :before] != np.arange(before)).any(axis=0)
+    others = [key != token for key, token in zip(prompt.keys[:before], ids, strict=False)]
+    assert others == moved.tolist()
+    assert moved.any() == (llm.manifest.decoder.images.model_type == "minicpmv4_7")
+
+
 def test_outputs_depend_on_the_image(llm, pictures):
     """The same text and seed with another image: other features, so other probabilities."""
     warm = SamplingParams(temperature=4.0, top_p=1.0, top_k=0, seed=1)  # few are near 1

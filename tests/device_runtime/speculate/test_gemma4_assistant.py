@@ -14,6 +14,7 @@ from edgellm.device_runtime.request_files.lossless_check import prove
 from edgellm.device_runtime.request_files.request_file import Options
 from edgellm.device_runtime.speculate.policy import spec_budget
 
+NIGHTLY = pytest.mark.nightly
 GREEDY = SamplingParams(temperature=0)
 FIXED = SpecOptions(tree="fixed", top_k=3, steps=4, verify_size=12)
 
@@ -28,9 +29,11 @@ def ask(model: LLM, prompt: str, length: int = 24):
     return answer
 
 
-@pytest.fixture(scope="module")
-def pair(eagle_pairs):
-    return eagle_pairs("assistant")
+@pytest.fixture(
+    scope="module", params=["assistant", pytest.param("unified_assistant", marks=NIGHTLY)]
+)
+def pair(request, eagle_pairs):
+    return eagle_pairs(request.param)
 
 
 @pytest.fixture

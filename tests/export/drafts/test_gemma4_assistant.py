@@ -142,12 +142,39 @@ def test_a_base_without_shared_layers_gives_its_last_ones(tmp_path):
     }
     base = make_base(tmp_path / "base", **changes)
     heads = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
-    draft = make_assistant(tmp_path / "draft", {**TEXT, **heads})
+    draft = make_assistant(tmp_path / "draft", text={**TEXT, **heads})
     manifest = exported(draft, base, tmp_path / "bundle")
     assert manifest.draft.hidden_taps == (4, 5, 6)
     assert manifest.draft.decoder.kv.heads == ((2, 32), (1, 48))
     network = portable(tmp_path / "bundle", manifest)
     drive(network, Oracle(base, draft), manifest.draft.hidden_taps)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("where", ["portable", "edgellm"])
+def test_steps_with_gemma_4_12b_equal_transformers(tmp_path, where, head):
+    """Its config omits layers' embeddings, and has other defaults."""
+    base = make_base(tmp_path / "base", "gemma4_unified")
+    draft = make_assistant(tmp_path / "draft", "gemma4_unified", **HEADS[head])
+    manifest = exported(draft, base, tmp_path / "bundle")
+    spec, bundle = manifest.draft, tmp_path / "bundle"
+    assert (spec.method, spec.hidden_taps) == ("gemma4_assistant", (2, 3, 6))
+    assert spec.decoder.kv.heads == ((2, 32), (1, 48))
+    is_portable = where == "portable"
+    network = portable(bundle, manifest) if is_portable else engine(bundle, tmp_path / "e", where)
+    drive(network, Oracle(base, draft), spec.hidden_taps)
+
+
+def test_defaults_of_gemma_4_12b(tmp_path):
+    """Another base's hidden size is rejected."""
+    draft = make_assistant(tmp_path / "draft", "gemma4_unified")
+    path = draft / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("backbone_hidden_size")
+    path.write_text(json.dumps(config))
+    base = make_base(tmp_path / "base", "gemma4_unified")
+    with pytest.raises(EdgeLLMError, match="for a base of hidden size 3840, this base has 96"):
+        exported(draft, base, tmp_path / "bundle")
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
@@ -204,6 +231,9 @@ def test_other_configs_are_rejected(base, assistant, tmp_path, name):
 def test_other_bases_and_tensors_are_rejected(base, assistant, tmp_path, tiny_checkpoint):
     with pytest.raises(EdgeLLMError, match="for a base of Gemma 4, this base is another model"):
         exported(assistant, tiny_checkpoint, tmp_path / "bundle")
+    unified = make_assistant(tmp_path / "unified", "gemma4_unified")
+    with pytest.raises(EdgeLLMError, match="for a base of Gemma 4 12B, this base is another"):
+        exported(unified, base, tmp_path / "bundle")
     with pytest.raises(EdgeLLMError, match="is a draft, not a base"):
         exported(assistant, assistant, tmp_path / "bundle")
     whole = make_checkpoint(

@@ -289,6 +289,13 @@ _HUB = {
         {"text_config": {"hidden_size": 6656, "rms_norm_eps": 1e-5}, "out_hidden_size": 6144,
          "projector_hidden_act": "gelu", "projector_hidden_size": 4096}, 96,
     ),
+    "minicpmv4_7": (
+        {"hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "image_size": 980,
+         "insert_layer_id": 6, "intermediate_size": 4304, "model_type": "minicpmv4_7_vision",
+         "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14,
+         "window_kernel_size": [2, 2]},
+        {"text_config": {"hidden_size": 1024}, "insert_layer_id": 6, "merger_times": 1}, 24,
+    ),
     "mistral3": (
         {"head_dim": 64, "hidden_act": "silu", "hidden_size": 1024, "image_size": 1540,
          "initializer_range": 0.02, "intermediate_size": 4096, "model_type": "pixtral",
