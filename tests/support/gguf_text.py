@@ -277,7 +277,7 @@ def _gemma4(config: Facts) -> Facts:
         "attention.value_length": full,
         "attention.key_length_swa": size,
         "attention.value_length_swa": size,
-        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input") or 0,
         "final_logit_softcapping": config["final_logit_softcapping"],
     }
     if config.get("use_double_wide_mlp"):
