@@ -25,7 +25,7 @@ from edgellm.export.checkpoints.gguf.facts import (
     three_axes,
     windows,
 )
-from edgellm.export.checkpoints.gguf.gemma4 import GEMMA4
+from edgellm.export.checkpoints.gguf.gemma import GEMMA4
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
 from edgellm.export.checkpoints.gguf.mixtures import MIXTURES
 from edgellm.export.checkpoints.gguf.permutations import interleaved

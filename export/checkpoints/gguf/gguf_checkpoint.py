@@ -22,15 +22,15 @@ from edgellm.core.errors import (
 from edgellm.export.checkpoints.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
 from edgellm.export.checkpoints.gguf.facts import Facts, Family
 from edgellm.export.checkpoints.gguf.families import FAMILIES, read_config
-from edgellm.export.checkpoints.gguf.projector import (
+from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, decoded, read_gguf
+from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer, end_ids
+from edgellm.export.checkpoints.gguf.visual.projector import (
     ENCODER,
     NO_ENCODER,
     Text,
     find_encoder,
     with_encoder,
 )
-from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, decoded, read_gguf
-from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer, end_ids
 from edgellm.export.checkpoints.quantized.gguf import FORMS, MXFP4
 from edgellm.export.checkpoints.weights import as_bytes
 

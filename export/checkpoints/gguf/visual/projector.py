@@ -12,7 +12,8 @@ from typing import Any
 from edgellm.core.commands.output_folder import encoder_files
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo, TensorSource
-from edgellm.export.checkpoints.gguf.encoder_families import (
+from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
+from edgellm.export.checkpoints.gguf.visual.families import (
     FAMILIES,
     REMEDY,
     TYPE,
@@ -20,8 +21,7 @@ from edgellm.export.checkpoints.gguf.encoder_families import (
     EncoderFacts,
     Family,
 )
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderTensors
-from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
+from edgellm.export.checkpoints.gguf.visual.tensors import EncoderTensors
 
 ENCODER = "clip"  # llama.cpp's architecture of encoders
 NO_ENCODER = "none"  # as --mmproj

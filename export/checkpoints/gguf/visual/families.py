@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoints.gguf import encoder_names
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames, Revert
 from edgellm.export.checkpoints.gguf.permutations import Order, interleaved
 from edgellm.export.checkpoints.gguf.reader import GGUFFile
+from edgellm.export.checkpoints.gguf.visual import names
+from edgellm.export.checkpoints.gguf.visual.tensors import EncoderNames, Revert
 
 REMEDY = "give the mmproj file of this model as --mmproj, or none"
 TYPE = "clip.projector_type"
@@ -447,19 +447,19 @@ _GEMMA4_TOKENS = {
 FAMILIES: Mapping[str, Family] = {
     "qwen2vl_merger": Family(
         read=_qwen2_vl,
-        names=encoder_names.QWEN2,
+        names=names.QWEN2,
         texts={"qwen2vl": "qwen2_vl"},
         tokens=_QWEN_TOKENS,
     ),
     "qwen2.5vl_merger": Family(
         read=_qwen2_5_vl,
-        names=encoder_names.QWEN2_5,
+        names=names.QWEN2_5,
         texts={"qwen2vl": "qwen2_5_vl"},
         tokens=_QWEN_TOKENS,
     ),
     "qwen3vl_merger": Family(
         read=_qwen3_vl,
-        names=encoder_names.QWEN3,
+        names=names.QWEN3,
         texts={
             "qwen3vl": "qwen3_vl",
             "qwen3vlmoe": "qwen3_vl_moe",
@@ -470,38 +470,38 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "idefics3": Family(
         read=_idefics3,
-        names=encoder_names.IDEFICS3,
+        names=names.IDEFICS3,
         texts={"llama": "idefics3"},
         tokens={"image_token_id": "<image>"},
     ),
     "internvl": Family(
         read=_internvl,
-        names=encoder_names.INTERNVL,
+        names=names.INTERNVL,
         texts=dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss"), "internvl"),
         tokens={"image_token_id": "<IMG_CONTEXT>"},
     ),
     "gemma3": Family(
         read=_gemma3,
-        names=encoder_names.GEMMA3,
+        names=names.GEMMA3,
         texts={"gemma3": "gemma3"},
         tokens={"image_token_index": "<image_soft_token>"},
         spare=r"<unused\d+>",  # files from a SentencePiece model lack added tokens
     ),
     "pixtral": Family(
         read=_pixtral,
-        names=encoder_names.PIXTRAL,
+        names=names.PIXTRAL,
         texts={"mistral3": "mistral3"},
         tokens={"image_token_index": "[IMG]"},
     ),
     "lfm2": Family(
         read=_lfm2,
-        names=encoder_names.LFM2,
+        names=names.LFM2,
         texts={"lfm2": "lfm2_vl"},
         tokens={"image_token_id": "<image>"},
     ),
     "gemma4v": Family(
         read=_gemma4,
-        names=encoder_names.GEMMA4,
+        names=names.GEMMA4,
         texts={"gemma4": "gemma4"},
         tokens=_GEMMA4_TOKENS,
         text=_gemma4_images,
@@ -509,7 +509,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4uv": Family(
         read=_gemma4_unified,
-        names=encoder_names.GEMMA4_UNIFIED,
+        names=names.GEMMA4_UNIFIED,
         texts={"gemma4": "gemma4_unified"},
         tokens=_GEMMA4_TOKENS,
         text=lambda _: {"model_type": "gemma4_unified_text", **_ATTENDING},

@@ -6,7 +6,7 @@ smolvlm, internvl, gemma, llava, lfm2).
 
 from __future__ import annotations
 
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames
+from edgellm.export.checkpoints.gguf.visual.tensors import EncoderNames
 
 _VISUAL = "model.visual"
 _SOUNDS = ("a.", "mm.a.")  # prefixes of the encoder of sounds in the same file
