@@ -146,6 +146,8 @@ class Family:
     read: Callable[[Facts], Config]  # its own keys of config.json
     names: Mapping[str, str] = field(default_factory=dict)  # of modules, if not in `_NAMES`
     tensors: Mapping[str, str] = field(default_factory=dict)  # whole names, if not of modules
+    # Tensors of several linear layers [n, out, in], by llama.cpp's names; Hugging Face's modules.
+    stacks: Mapping[str, str] = field(default_factory=dict)
     orders: Callable[[Mapping[str, Any]], Orders] = as_stored
     norm_shift: float = 0.0  # added to the weights of norms
     epsilon: str = "attention.layer_norm_rms_epsilon"

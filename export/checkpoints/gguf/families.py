@@ -25,7 +25,7 @@ from edgellm.export.checkpoints.gguf.facts import (
     three_axes,
     windows,
 )
-from edgellm.export.checkpoints.gguf.gemma import GEMMA4
+from edgellm.export.checkpoints.gguf.gemma import GEMMA3N, GEMMA4
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
 from edgellm.export.checkpoints.gguf.mixtures import MIXTURES
 from edgellm.export.checkpoints.gguf.permutations import interleaved
@@ -242,6 +242,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3vl": Family(read=_qwen3vl),
     "gemma2": Family(read=_gemma2, names=_SANDWICH, norm_shift=1.0),
     "gemma3": Family(read=_gemma3, names=_SANDWICH, norm_shift=1.0),
+    "gemma3n": GEMMA3N,
     "gemma4": GEMMA4,
     "gpt-oss": Family(
         read=_gpt_oss,

@@ -80,7 +80,7 @@ class GGUFTensors:
             _hf_name(part.name, family, layers): part
             for tensor in (*file.tensors, *_numbers(file.metadata, family, layers))
             if not tensor.name.startswith(_ROPES)
-            for part in _apart(tensor)
+            for part in _apart(tensor, family)
         }
         self._orders, self._shift = family.orders(config), family.norm_shift
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
@@ -152,8 +152,17 @@ def _numbers(metadata: Mapping[str, Any], family: Family, layers: int) -> Iterat
             yield GGUFTensor(name=f"blk.{layer}.{key}", kind="F32", shape=shape, data=data)
 
 
-def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
-    """Split gates and ups of experts, which newer files may join in one tensor, gates first."""
+def _apart(tensor: GGUFTensor, family: Family) -> Iterator[GGUFTensor]:
+    """Split a tensor of several linear layers.
+
+    Newer files may join gates and ups of experts in one tensor, gates first.
+    """
+    if (module := family.stacks.get(tensor.name)) is not None:
+        count, *shape = tensor.shape
+        for index, data in enumerate(tensor.data.reshape(count, -1, tensor.data.shape[-1])):
+            name = f"{module}.{index}.weight"
+            yield GGUFTensor(name=name, kind=tensor.kind, shape=tuple(shape), data=data)
+        return
     if _JOINED not in tensor.name:
         yield tensor
         return
