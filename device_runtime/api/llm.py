@@ -30,7 +30,7 @@ from edgellm.device_runtime.api.pooler import (
     RerankInput,
     open_pooler,
 )
-from edgellm.device_runtime.api.scoring import Reader
+from edgellm.device_runtime.api.scoring import Reader, Text, TextPooler
 from edgellm.device_runtime.arrays import ImageRows
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import Formatter
@@ -130,6 +130,9 @@ class LLM:
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, manager, max_stall_ms, self.batch_size, tree_rows)
         self._turns = StepLock(Batch(manager, bounds))
+        self._texts = TextPooler(
+            self._turns, self.manifest.pooling, is_whole=not self.manifest.decoder.is_causal
+        )
         self._adapters = open_adapters(folder, self.manifest, base, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:
@@ -442,7 +445,7 @@ class LLM:
             one = cast("str | Sized[int]", text)
             return self.embed_input(EmbeddingInput(text=one, **options)).vector
         inputs = [EmbeddingInput(text=each, **options) for each in cast("Sized[str]", text)]
-        return np.stack([self.embed_input(each).vector for each in inputs])
+        return np.stack([each.vector for each in self.embed_inputs(inputs)])
 
     def rerank(
         self,
@@ -480,20 +483,41 @@ class LLM:
     ) -> tuple[list[Ranked], list[Embedding]]:
         """All documents, best first, and the outputs of the engine; see `rerank`."""
         inputs = self.pooler.rank_inputs(wanted, documents)
-        outputs = [self.embed_input(each) for each in inputs]
+        outputs = self.embed_inputs(inputs)
         return self.pooler.ranked([each.vector for each in outputs]), outputs
 
     def embed_input(
         self, wanted: EmbeddingInput | RerankInput, before_pass: BeforePass = lambda: None
     ) -> Embedding:
         """Embedding of one input, or its score; see `embed`, `rerank` and `read_logprobs`."""
-        pooler = self.pooler
-        dimensions = wanted.dimensions if isinstance(wanted, EmbeddingInput) else None
-        pooler.require_dimensions(dimensions)
-        ids, first = pooler.tokens(wanted, self.tokenizer)
-        reader = self._reader(before_pass, wanted.lora)
-        pooled = reader.pooled(ids, self.manifest.pooling, first)
-        return Embedding(pooler.vector(pooled, dimensions), len(ids))
+        return self.embed_inputs([wanted], before_pass)[0]
+
+    def embed_inputs(
+        self,
+        wanted: Sized[EmbeddingInput] | Sized[RerankInput] | Sized[EmbeddingInput | RerankInput],
+        before_pass: BeforePass = lambda: None,
+    ) -> list[Embedding]:
+        """As `embed_input`, for several; short ones share passes, also with those of other threads.
+
+        All inputs are checked before the first is computed.
+        """
+        pooler, texts = self.pooler, list[Text]()
+        sizes = [each.dimensions if isinstance(each, EmbeddingInput) else None for each in wanted]
+        for each, dimensions in zip(wanted, sizes, strict=True):
+            pooler.require_dimensions(dimensions)
+            ids, first = pooler.tokens(each, self.tokenizer)
+            adapter = None if each.lora is None else self._adapters.find(each.lora)
+            texts.append(Text(token_ids=ids, first=first, adapter=adapter, before_pass=before_pass))
+        found = self._texts.pool(texts, self.kv_cache_manager)
+        return [
+            Embedding(pooler.vector(pooled, dimensions), len(text.token_ids))
+            for pooled, dimensions, text in zip(found, sizes, texts, strict=True)
+        ]
+
+    @property
+    def embeds(self) -> bool:
+        """Whether the engine embeds texts, or ranks documents."""
+        return self._pooler is not None
 
     @property
     def pooler(self) -> Pooler:

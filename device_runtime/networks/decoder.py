@@ -175,7 +175,7 @@ class DecoderNetwork:
         """As `run`, for several sequences in one pass.
 
         Args:
-            parts: at most `max_batch_size`.
+            parts: at most `max_batch_size`, or `num_packable` whole new sequences.
 
         Raises:
             LimitError: a cache is too small; nothing is computed.
@@ -203,6 +203,11 @@ class DecoderNetwork:
             part.kv.record(part.token_ids, part.write_index, is_tree=is_tree)
             results.append(PassResult(outputs, len(part.token_ids)))
         return results
+
+    def num_packable(self, lengths: Sequence[int]) -> int:
+        """See `Runner`; recurrent layers have states for `max_batch_size` sequences."""
+        found = self._runner.num_packable(lengths)
+        return found if self._states is None else min(found, self.max_batch_size)
 
     def begin_rounds(self, parts: Sequence[tuple[SequenceKV, int, int]]) -> list[RoundStart]:
         """Prepare trees that the device runs.

@@ -63,6 +63,18 @@ class Runner:
         ((_, inputs),) = parts
         return [self.run(inputs)]
 
+    def num_packable(self, lengths: Sequence[int]) -> int:
+        """Number of whole new sequences, the first of these, for one pass that changes no bits.
+
+        Args:
+            lengths: tokens of each sequence.
+
+        Returns:
+            At least 1; also more than `max_batch_size`, if short ones fit.
+        """
+        del lengths
+        return 1
+
     def run_async(
         self, parts: Sequence[tuple[KVCache, Inputs]]
     ) -> list[tuple[Outputs, int | None]]:

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from edgellm.multimodal.processors.pixels import CLIP_MEAN, CLIP_STD
 
 Encode = Callable[[str, np.ndarray], tuple[np.ndarray, Any] | None]
+_GEMMA4 = {90: "<|image|>", 88: "<|image>", 89: "<image|>"}
 _QWEN = {90: "<|image_pad|>", 91: "<|video_pad|>", 92: "<|vision_start|>", 93: "<|vision_end|>"}
 # Projector type, architecture of the language model, and names of tokens.
 ENCODERS: dict[str, tuple[str, str, dict[int, str]]] = {
@@ -33,9 +34,12 @@ ENCODERS: dict[str, tuple[str, str, dict[int, str]]] = {
     "smolvlm": ("idefics3", "llama", {90: "<image>"}),
     "internvl": ("internvl", "qwen2", {90: "<IMG_CONTEXT>"}),
     "gemma3": ("gemma3", "gemma3", {90: "<image_soft_token>"}),
+    "gemma4": ("gemma4v", "gemma4", _GEMMA4),
+    "gemma4_unified": ("gemma4uv", "gemma4", _GEMMA4),
     "mistral3": ("pixtral", "mistral3", {90: "[IMG]"}),
     "lfm2_vl": ("lfm2", "lfm2", {90: "<image>"}),
 }
+_WITH_SOUNDS = ("gemma4v", "gemma4uv")  # the converter's class also converts encoders of sounds
 _TEXT = ("model.language_model.", "model.text_model.", "language_model.model.")
 _PLAIN = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
 
@@ -98,7 +102,8 @@ def write_encoder(
     image = json.loads((checkpoint / "preprocessor_config.json").read_text())
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_type("mmproj")
-    writer.add_string("clip.projector_type", kind)
+    place = "vision." if kind in _WITH_SOUNDS else ""
+    writer.add_string(f"clip.{place}projector_type", kind)
     facts = {**_facts(config, image), **_OWN[kind](config, image), **(more or {})}
     for key, value in facts.items():
         named = gguf.GGUFValueType.get_type(value)
@@ -127,8 +132,8 @@ def _facts(config: Facts, image: Facts) -> Facts:
         "vision.projection_dim": config["text_config"]["hidden_size"],
         "vision.image_size": np.max(vision.get("image_size", 560)).item(),
         "vision.patch_size": np.max(vision["patch_size"]).item(),
-        "vision.embedding_length": vision.get("embed_dim", vision["hidden_size"]),
-        "vision.feed_forward_length": vision.get("intermediate_size", vision["hidden_size"]),
+        "vision.embedding_length": vision.get("embed_dim", vision.get("hidden_size", 0)),
+        "vision.feed_forward_length": vision.get("intermediate_size", vision.get("hidden_size", 0)),
         "vision.block_count": vision.get("depth", vision.get("num_hidden_layers")),
         "vision.attention.head_count": vision.get("num_heads", vision.get("num_attention_heads")),
         "vision.image_mean": image.get("image_mean", list(CLIP_MEAN)),
@@ -207,7 +212,35 @@ def _lfm2(config: Facts, image: Facts) -> Facts:
     }
 
 
+def _gemma4(config: Facts, image: Facts) -> Facts:
+    """Also of the encoder of sounds that E2B and E4B have in the same file."""
+    del image
+    vision = config["vision_config"]
+    found = {
+        "vision.image_size": 224,
+        "vision.attention.layer_norm_epsilon": 1e-6,
+        "has_audio_encoder": True,
+        "audio.projector_type": "gemma4a",
+        "audio.num_mel_bins": 128,
+    }
+    if vision["pooling_kernel_size"] != 3:  # which no published model has
+        found["vision.projector.scale_factor"] = vision["pooling_kernel_size"]
+    return found
+
+
+def _gemma4_unified(config: Facts, image: Facts) -> Facts:
+    none = ("feed_forward_length", "block_count", "attention.head_count")
+    return {
+        **_gemma4(config, image),
+        **{f"vision.{key}": 0 for key in none},
+        "vision.embedding_length": config["vision_config"]["mm_embed_dim"],
+        "audio.projector_type": "gemma4ua",
+    }
+
+
 _OWN: dict[str, Callable[[Facts, Facts], Facts]] = {
+    "gemma4v": _gemma4,
+    "gemma4uv": _gemma4_unified,
     "qwen2vl_merger": _qwen2,
     "qwen2.5vl_merger": _qwen2_5,
     "qwen3vl_merger": _qwen3,
@@ -369,6 +402,57 @@ def _lfm2_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
         yield own, converted
 
 
+def _gemma4_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    """Of the whole tower; bounds of clipped layers are vectors of one number."""
+    own = name.removeprefix("vision_tower.")
+    if own.startswith("encoder.layers."):
+        index, module = own.split(".", 3)[2:]
+        module, _, kind = module.rpartition(".")
+        place = _GEMMA4_BLOCK[module.removesuffix(".linear")]
+        yield f"v.blk.{index}.{place}.{kind}", array.reshape(array.shape or 1)
+    elif own == "patch_embedder.input_proj.weight":
+        side = config["vision_config"]["patch_size"]
+        yield "v.patch_embd.weight", array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+    elif name in _GEMMA4_WHOLE:
+        yield _GEMMA4_WHOLE[name], array
+    if name == "embed_vision.embedding_projection.weight":  # tensors of sounds are in the file, too
+        yield "a.blk.0.ffn_up.weight", array
+        yield "mm.a.input_projection.weight", array
+
+
+def _gemma4_unified_tensors(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    vision = config["vision_config"]
+    side = vision["patch_size"] * vision["pooling_kernel_size"]
+    own, _, kind = name.removeprefix("vision_embedder.").partition(".")
+    if name == "embed_vision.embedding_projection.weight":
+        yield "mm.input_projection.weight", array
+    elif name == "vision_embedder.pos_embedding":
+        yield "v.position_embd.weight", array.transpose(1, 0, 2)
+    elif own in ("patch_ln1", "patch_dense") and array.shape[-1] == 3 * side**2:
+        place = "v.patch_norm.1" if own == "patch_ln1" else "v.patch_embd"
+        channel, row, column = np.unravel_index(np.arange(3 * side**2), (3, side, side))
+        yield f"{place}.{kind}", array[..., (row * side + column) * 3 + channel]
+    elif name.startswith("vision_embedder."):
+        places = {"patch_dense": "v.patch_embd", "patch_ln2": "v.patch_norm.2"}
+        yield f"{places.get(own, 'v.patch_norm.3')}.{kind}", array
+
+
+_GEMMA4_BLOCK = {
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    "self_attn.o_proj": "attn_out",
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+_GEMMA4_WHOLE = {
+    "vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "vision_tower.std_bias": "v.std_bias",
+    "vision_tower.std_scale": "v.std_scale",
+    "embed_vision.embedding_projection.weight": "mm.input_projection.weight",
+}
 _PIXTRAL = {
     "attention.q_proj": "attn_q",
     "attention.k_proj": "attn_k",
@@ -400,6 +484,8 @@ _CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "idefics3": _siglip_tensors,
     "internvl": _intern_tensors,
     "gemma3": _gemma3_tensors,
+    "gemma4v": _gemma4_tensors,
+    "gemma4uv": _gemma4_unified_tensors,
     "pixtral": _pixtral_tensors,
     "lfm2": _lfm2_tensors,
 }

@@ -127,7 +127,7 @@ def tensors(arch: str, folder: Path, config: Facts) -> Tensors:
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"] + 1)
     for name, array in _stacked(load_file(folder / "model.safetensors")):
         for own, converted in CONVERT[arch](name, array, config):
-            if own.startswith(("blk.", "output.")):
+            if own.startswith(("blk.", "output.", "altup_")):
                 yield own, converted
                 continue
             own = own.replace("e_score_correction_bias", "e_score_correction.bias")
@@ -138,10 +138,12 @@ def tensors(arch: str, folder: Path, config: Facts) -> Tensors:
 
 
 def _stacked(found: dict[str, np.ndarray]) -> Tensors:
-    """Separate experts as one tensor [E, out, in]."""
+    """Separate experts, and projections of AltUp, as one tensor [n, out, in]."""
     experts: dict[str, list[tuple[int, np.ndarray]]] = {}
     for name, array in found.items():
-        if (match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
+        if match := re.fullmatch(r"(.+\.altup_(?:unembed_)?projections)\.(\d+)\.weight", name):
+            experts.setdefault(match[1], []).append((int(match[2]), array))
+        elif (match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name)) is None:
             yield name, array
         else:
             title = f"{match[1]}.{match[3]}.weight"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,10 @@ TEXTS: dict[str, tuple[str, Facts]] = {
     "seed_oss": ("seed_oss", _tiny("seed_oss")),
     "arcee": ("arcee", _tiny("arcee", rope_parameters=_YARN)),
     "apertus": ("apertus", _tiny("apertus")),
+    "gemma3n": (
+        "gemma3n",
+        _tiny("gemma3n_text", altup_num_inputs=4, laurel_rank=64, vocab_size_per_layer_input=96),
+    ),
     "gemma4": ("gemma4", _tiny("gemma4_text", rope_parameters=_OF_GEMMA4)),
     "gemma4_equal_kv": (
         "gemma4",
@@ -260,6 +265,26 @@ def _gemma3(config: Facts) -> Facts:
     }
 
 
+def _gemma3n(config: Facts) -> Facts:
+    of_normal = NormalDist()
+    rope = config["rope_parameters"]
+    return {
+        "rope.freq_base": rope[_F]["rope_theta"],
+        "rope.freq_base_swa": rope[_S]["rope_theta"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == _S for kind in config["layer_types"]],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "final_logit_softcapping": config["final_logit_softcapping"],
+        "altup.active_idx": config["altup_active_idx"],
+        "altup.num_inputs": config["altup_num_inputs"],
+        "activation_sparsity_scale": [
+            of_normal.inv_cdf(share) if share else -math.inf
+            for share in config["activation_sparsity_pattern"]
+        ],
+    }
+
+
 def _gemma4(config: Facts) -> Facts:
     types, rope = config["layer_types"], config["rope_parameters"]
     layers, num_shared = config["num_hidden_layers"], config["num_kv_shared_layers"]
@@ -277,7 +302,7 @@ def _gemma4(config: Facts) -> Facts:
         "attention.value_length": full,
         "attention.key_length_swa": size,
         "attention.value_length_swa": size,
-        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input") or 0,
         "final_logit_softcapping": config["final_logit_softcapping"],
     }
     if config.get("use_double_wide_mlp"):
@@ -308,6 +333,7 @@ FACTS: dict[str, Callable[[Facts], Facts]] = {
     "starcoder2": _starcoder2,
     "seed_oss": _plain,
     "arcee": _llama,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "apertus": _llama,
     "minicpm3": _minicpm3,
@@ -346,6 +372,14 @@ def _renamed(name: str, array: np.ndarray, config: Facts) -> Tensors:
         yield f"blk.{layer}.ffn_down_exps.scale", array
     else:
         yield f"{name}.weight" if name.endswith(("layer_scalar", "_proj")) else name, array
+
+
+def _stacked(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    """Scales have an ending, and projections between the states of AltUp are one tensor."""
+    del config
+    place = {"model.altup_projections": "altup_proj.weight"}
+    place["model.altup_unembed_projections"] = "altup_unembd_proj.weight"
+    yield place.get(name, f"{name}.weight" if name.endswith("_scale") else name), array
 
 
 def _without_numbers(name: str, array: np.ndarray, config: Facts) -> Tensors:
@@ -429,6 +463,7 @@ CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "qwen3vlmoe": _apart,
     "gemma3": _shifted,
     "arcee": _turned,
+    "gemma3n": _stacked,
     "gemma4": _renamed,
     "apertus": _without_numbers,
     "granitemoe": _granite,

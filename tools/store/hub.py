@@ -169,7 +169,7 @@ def encoder_of(model: str, names: Collection[str], architecture: str = "") -> li
     ]
     if not title.endswith(".gguf") or not found:
         return []
-    from edgellm.export.checkpoints.gguf.projector import languages, precision_rank
+    from edgellm.export.checkpoints.gguf.visual.projector import languages, precision_rank
 
     if architecture and architecture not in languages():
         return []  # of an unsupported encoder

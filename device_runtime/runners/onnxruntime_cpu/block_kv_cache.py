@@ -6,6 +6,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,12 @@ class BlockPool:
         """Positions in free blocks; pools bounded by windows have blocks for all sequences."""
         whole = [pool.num_free for pool in self._pools if not pool.is_bounded]
         return min(whole, default=self._capacity)
+
+    def num_fitting(self, lengths: Iterable[int]) -> int:
+        """Number of whole new sequences, the first of these lengths, that have free blocks."""
+        free = min(pool.num_free for pool in self._pools) // self.block_size
+        ends = accumulate(-(-length // self.block_size) for length in lengths)
+        return sum(end <= free for end in ends)
 
     def num_free_without(self, caches: Iterable[KVCache]) -> int:
         """See `KVPool`."""

@@ -157,7 +157,7 @@ class BlockKVRunner(OnnxRuntimeRunner):
         """Args: `graphs`, in ascending order of `max_rows`, the blocks, the maximum batch size."""
         super().__init__(graphs=graphs)
         self.kv_pool, self.max_batch_size = pool, num_sequences
-        self._memory = pool
+        self._memory = self._blocks = pool
         self._adapters: dict[str, NDArray[Any]] = {}
         self._audio_pages = _audio_pages(graphs[0].session)
         layers = _adapted_layers(graphs[0].session)
@@ -185,6 +185,10 @@ class BlockKVRunner(OnnxRuntimeRunner):
             none = np.zeros(inputs[graph_io.INPUT_IDS].shape[1], np.int64)
             inputs = {**inputs, graph_io.ADAPTER_ROWS: none}
         return super()._run(inputs)
+
+    def num_packable(self, lengths: Sequence[int]) -> int:
+        """See `Runner`; the kernels compute each token alike, whatever is in its pass."""
+        return max(self._blocks.num_fitting(lengths), 1)
 
     def run_batch(self, parts: Sequence[tuple[KVCache, Inputs]]) -> list[Outputs]:
         """See `Runner`."""

@@ -146,11 +146,17 @@ class Family:
     read: Callable[[Facts], Config]  # its own keys of config.json
     names: Mapping[str, str] = field(default_factory=dict)  # of modules, if not in `_NAMES`
     tensors: Mapping[str, str] = field(default_factory=dict)  # whole names, if not of modules
+    # Tensors of several linear layers [n, out, in], by llama.cpp's names; Hugging Face's modules.
+    stacks: Mapping[str, str] = field(default_factory=dict)
     orders: Callable[[Mapping[str, Any]], Orders] = as_stored
     norm_shift: float = 0.0  # added to the weights of norms
     epsilon: str = "attention.layer_norm_rms_epsilon"
     turns_in_part: bool = False
     has_experts: bool = False
+    is_causal: bool = True  # False: an encoder of texts
+    ranks: bool = False  # an encoder with a classification head of one label
+    layers: str = "model.layers"  # Hugging Face's name before a layer's index
+    dense: tuple[str, ...] = ()  # linear layers after the pooling, by llama.cpp's names
     # Keys with a number for each layer, or one for all, that are tensors elsewhere; their shapes.
     numbers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # Another family of the same architecture, if the file has it.

@@ -25,10 +25,11 @@ from edgellm.export.checkpoints.gguf.facts import (
     three_axes,
     windows,
 )
-from edgellm.export.checkpoints.gguf.gemma4 import GEMMA4
+from edgellm.export.checkpoints.gguf.gemma import GEMMA3N, GEMMA4
 from edgellm.export.checkpoints.gguf.hybrids import HYBRIDS, granite_factors, skip_states
 from edgellm.export.checkpoints.gguf.mixtures import MIXTURES
 from edgellm.export.checkpoints.gguf.permutations import interleaved
+from edgellm.export.checkpoints.gguf.text_encoders import ENCODERS
 from edgellm.export.config.layer_types import FULL, SLIDING
 
 # Gemma models that scale scores by hidden_size / heads: known by their layers, as in llama.cpp.
@@ -67,7 +68,7 @@ def read_config(facts: Facts) -> Config:
         "bos_token_id": facts.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": facts.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    facts.expect("attention.causal", True)
+    facts.expect("attention.causal", facts.family.is_causal)
     own = facts.family.read(facts)
     if (turns := own.pop("rope_parameters", {})) is None:
         return {**config, **own, "rope_parameters": None, **facts.left()}
@@ -133,7 +134,7 @@ def _yarn(facts: Facts, factor: float) -> Config:
 def _gemma(facts: Facts) -> Config:
     """Keys that Gemma 2 and 3 share."""
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
-    is_wide = facts.get("block_count") == _WIDE_GEMMAS[facts.architecture]
+    is_wide = facts.get("block_count") == _WIDE_GEMMAS.get(facts.architecture)
     width = hidden // heads if is_wide else facts.get("attention.key_length", hidden // heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -159,6 +160,12 @@ def _gemma3(facts: Facts) -> Config:
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10000.0)}
     found = {"model_type": "gemma3_text", "sliding_window": window, "layer_types": types}
     return found | _gemma(facts) | {LOCAL_ROPE: local}
+
+
+def _gemma_embedding(facts: Facts) -> Config:
+    """EmbeddingGemma; the window is that of config.json, half of it on each side of a token."""
+    facts.skip(*(f"dense_{layer}_feat_{side}" for layer in (2, 3) for side in ("in", "out")))
+    return {**_gemma3(facts), "use_bidirectional_attention": True}
 
 
 def _granite(facts: Facts) -> Config:
@@ -242,6 +249,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3vl": Family(read=_qwen3vl),
     "gemma2": Family(read=_gemma2, names=_SANDWICH, norm_shift=1.0),
     "gemma3": Family(read=_gemma3, names=_SANDWICH, norm_shift=1.0),
+    "gemma-embedding": Family(
+        read=_gemma_embedding,
+        names=_SANDWICH,
+        norm_shift=1.0,
+        is_causal=False,
+        dense=("dense_2", "dense_3"),
+    ),
+    "gemma3n": GEMMA3N,
     "gemma4": GEMMA4,
     "gpt-oss": Family(
         read=_gpt_oss,
@@ -256,4 +271,5 @@ FAMILIES: Mapping[str, Family] = {
     **DENSE,
     **MIXTURES,
     **HYBRIDS,
+    **ENCODERS,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,19 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
+from edgellm.core.model_spec import DenseSpec, PoolerSpec
 from edgellm.export.checkpoints.checkpoint import CHUNK_BYTES, Checkpoint, TensorInfo
 from edgellm.export.checkpoints.gguf.facts import Facts, Family
 from edgellm.export.checkpoints.gguf.families import FAMILIES, read_config
-from edgellm.export.checkpoints.gguf.projector import (
+from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, decoded, read_gguf
+from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer, end_ids
+from edgellm.export.checkpoints.gguf.visual.projector import (
     ENCODER,
     NO_ENCODER,
     Text,
     find_encoder,
     with_encoder,
 )
-from edgellm.export.checkpoints.gguf.reader import GGUFFile, GGUFTensor, decoded, read_gguf
-from edgellm.export.checkpoints.gguf.tokenizer import convert_tokenizer, end_ids
 from edgellm.export.checkpoints.quantized.gguf import FORMS, MXFP4
 from edgellm.export.checkpoints.weights import as_bytes
 
@@ -39,8 +41,9 @@ _ROPES = ("rope_freqs", "rope_factors_")
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
-_POOLINGS = {0: "", 1: "mean", 3: "last"}  # by llama.cpp's enum
-_REFUSED_POOLINGS = {2: "the first position", 4: "a classifier, which ranks"}
+_POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last"}  # by llama.cpp's enum
+_FIRST_POSITION, _RANK = 2, 4
+_REFUSED_POOLINGS = {_FIRST_POSITION: "the first position", _RANK: "a classifier, which ranks"}
 _JOINED = ".ffn_gate_up_exps"
 _SAMPLING = {  # generation_config.json's names of `general.sampling.*`
     "temperature": "temp",
@@ -79,8 +82,8 @@ class GGUFTensors:
         self._tensors = {
             _hf_name(part.name, family, layers): part
             for tensor in (*file.tensors, *_numbers(file.metadata, family, layers))
-            if not tensor.name.startswith(_ROPES)
-            for part in _apart(tensor)
+            if not tensor.name.startswith((*_ROPES, *family.dense))
+            for part in _apart(tensor, family)
         }
         self._orders, self._shift = family.orders(config), family.norm_shift
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
@@ -152,8 +155,17 @@ def _numbers(metadata: Mapping[str, Any], family: Family, layers: int) -> Iterat
             yield GGUFTensor(name=f"blk.{layer}.{key}", kind="F32", shape=shape, data=data)
 
 
-def _apart(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
-    """Split gates and ups of experts, which newer files may join in one tensor, gates first."""
+def _apart(tensor: GGUFTensor, family: Family) -> Iterator[GGUFTensor]:
+    """Split a tensor of several linear layers.
+
+    Newer files may join gates and ups of experts in one tensor, gates first.
+    """
+    if (module := family.stacks.get(tensor.name)) is not None:
+        count, *shape = tensor.shape
+        for index, data in enumerate(tensor.data.reshape(count, -1, tensor.data.shape[-1])):
+            name = f"{module}.{index}.weight"
+            yield GGUFTensor(name=name, kind=tensor.kind, shape=tuple(shape), data=data)
+        return
     if _JOINED not in tensor.name:
         yield tensor
         return
@@ -228,6 +240,7 @@ def _language_model(path: Path, file: GGUFFile) -> Checkpoint:
             families=FAMILIES,
         )
         pooling = _pooling(facts)
+        pooler, pooler_tensors = _pooler(file, facts.family)
         config = read_config(facts)
         tokenizer_files, ends = convert_tokenizer(metadata.get), sorted(end_ids(metadata.get))
         tensors, blocks = (
@@ -246,6 +259,8 @@ def _language_model(path: Path, file: GGUFFile) -> Checkpoint:
         tokenizer_files=tokenizer_files,
         blocks=blocks,
         pooling=pooling,
+        pooler=pooler,
+        pooler_tensors=pooler_tensors,
     )
 
 
@@ -263,13 +278,35 @@ def _short(value: Any) -> Any:
 def _pooling(facts: Facts) -> str:
     """Pooling of an embedding model; "": the file has none."""
     kind = facts.get("pooling_type", 0)
-    if kind not in _POOLINGS:
+    if facts.family.ranks:
+        return ""
+    if kind not in _POOLINGS or (kind == _FIRST_POSITION and facts.family.is_causal):
         name = _REFUSED_POOLINGS.get(kind, "an unknown rule")
         raise UnsupportedModelError(
             f"GGUF {facts.architecture}.pooling_type = {kind}: texts are embedded by {name}",
-            hint="edgellm embeds by the mean of all positions (1) or by the last one (3)",
+            hint="edgellm embeds by the mean of all positions (1), by the last one (3), and in "
+            "encoders by the first one (2)",
         )
     return _POOLINGS[kind]
+
+
+def _pooler(
+    file: GGUFFile, family: Family
+) -> tuple[PoolerSpec | None, dict[str, NDArray[np.float32]]]:
+    """Linear layers after the pooling, with their weights; None: the file has none."""
+    held = {tensor.name: tensor for tensor in file.tensors}
+    layers = [held[f"{name}.weight"] for name in family.dense if f"{name}.weight" in held]
+    weights = [decoded(each.data, each.kind).reshape(each.shape) for each in layers]
+    specs = [DenseSpec(in_features=each.shape[1], out_features=each.shape[0]) for each in weights]
+    for first, second in pairwise(specs):
+        if second.in_features != first.out_features:
+            raise BrokenArtifactError(
+                f"the GGUF file has a dense layer for {second.in_features} numbers after one that "
+                f"gives {first.out_features}",
+                hint="convert the model again with a current llama.cpp",
+            )
+    named = {f"{index}.weight": each for index, each in enumerate(weights)}
+    return PoolerSpec(dense=tuple(specs)) if specs else None, named
 
 
 def _rope_tensors(file: GGUFFile) -> dict[str, list[float]]:
@@ -291,7 +328,7 @@ def _hf_name(name: str, family: Family, layers: int) -> str:
         return family.name_of(name)
     layer, own = int(match[1]), match[2]
     if layer < layers:
-        return f"model.layers.{layer}.{family.name_of(own)}"
+        return f"{family.layers}.{layer}.{family.name_of(own)}"
     if (module := _PREDICTS.get(own.removesuffix(".weight"))) is not None:
         return f"mtp.{module}.weight"
     return f"mtp.layers.{layer - layers}.{family.name_of(own)}"

@@ -1,25 +1,28 @@
 """Converts a GGUF file's tokenizer to tokenizer.json, tokenizer_config.json and chat template.
 
-Sources: the GGUF specification's `tokenizer.ggml.*` keys and the pre-tokenizer patterns that the
-original models publish. Byte-level BPE ("gpt2"), SentencePiece BPE ("llama") and the same with
-stored merges ("gemma4") are covered.
+Sources: the GGUF specification's `tokenizer.ggml.*` keys, the pre-tokenizer patterns that the
+original models publish, and llama.cpp's `conversion/bert.py` and `src/llama-vocab.cpp`. Covered
+are byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), the same with stored merges ("gemma4"),
+WordPiece ("bert") and SentencePiece's unigrams ("t5", of XLM-RoBERTa).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import string
 from collections.abc import Callable
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram, WordPiece
 from tokenizers.processors import TemplateProcessing
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
+_CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # values of tokenizer.ggml.token_type
+_SPACE, _CONTINUING = "▁", "##"  # before pieces that begin a word; before others in WordPiece
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -65,9 +68,12 @@ _SEQUENCES = {
 }
 _WHOLE_FIRST = (*_LLAMAS, "tekken")
 _PLAIN = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion",
-          "granite-docling")  # fmt: skip
+          "granite-docling", "modern-bert")  # fmt: skip
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "modern-bert")
+_BEGINNING = ("llama", "gemma4", "bert", "t5")  # models whose texts have a first token by default
+# llama.cpp's ids of BERT's special tokens in files that lack them
+_OF_BERT = {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0}
 
 _NO_SPLITTING = (
     "warning: the GGUF file has no tokenizer.ggml.pre: text is split by llama.cpp's default, which "
@@ -136,13 +142,25 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         UnsupportedModelError: an unknown tokenizer model or pre-tokenizer.
     """
     model = get("tokenizer.ggml.model")
-    makers = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
+    makers = {
+        "gpt2": _byte_level,
+        "llama": _sentencepiece,
+        "gemma4": _sentencepiece,
+        "bert": _wordpiece,
+        "t5": _unigram,
+    }
     if model not in makers:
-        raise UnsupportedModelError(f"GGUF tokenizer {model!r} is not supported")
+        raise UnsupportedModelError(
+            f"GGUF tokenizer {model!r} is not supported", hint=f"supported: {', '.join(makers)}"
+        )
     tokens: list[str] = get("tokenizer.ggml.tokens")
     types: list[int] = get("tokenizer.ggml.token_type", [1] * len(tokens))
     ends = _ends_by_text(get, tokens).values()  # control tokens, whatever their type in the file
     types = [_CONTROL if index in ends else kind for index, kind in enumerate(types)]
+    if model == "bert":
+        get = _with_ids_of_bert(get, len(tokens))
+        pairs = zip(tokens, types, strict=True)
+        tokens = [_wordpiece_text(token, kind) for token, kind in pairs]
     tokenizer = makers[model](get, tokens, types)
     for kind, special in ((_USER_DEFINED, False), (_CONTROL, True)):
         added = [
@@ -156,7 +174,7 @@ def convert_tokenizer(get: Get) -> dict[str, bytes]:
         tokenizer,
         get,
         tokens,
-        begins=model in ("llama", "gemma4") or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST,
+        begins=model in _BEGINNING or get("tokenizer.ggml.pre", "") in _WHOLE_FIRST,
     )
     files = {
         TOKENIZER: _short(tokenizer.to_str()).encode("utf-8"),
@@ -178,19 +196,43 @@ def _short(content: str) -> str:
 
 
 def _frame(tokenizer: Tokenizer, get: Get, tokens: list[str], *, begins: bool) -> None:
-    """Add the tokens around each text; with `begins` the first one unless the file denies it."""
+    """Add the tokens around each text; with `begins` the first one unless the file denies it.
+
+    Between the texts of a pair, BERT has one separator and XLM-RoBERTa two.
+    """
+    model = get("tokenizer.ggml.model")
     first = _special_id(get, tokens, "bos")
     last = _special_id(get, tokens, "eos")
     if not _switch(get, "add_bos_token", begins):
         first = None
-    if not _switch(get, "add_eos_token", False):
-        adds_separator = _switch(get, "add_sep_token", False)
+    if not _switch(get, "add_eos_token", model == "t5"):
+        adds_separator = _switch(get, "add_sep_token", model == "bert")
         # The specification's spelling.
         last = _special_id(get, tokens, "seperator") if adds_separator else None
     around = {tokens[index]: index for index in (first, last) if index is not None}
-    if around:
-        text = [*_token(tokens, first), "$A", *_token(tokens, last)]
-        tokenizer.post_processor = TemplateProcessing(single=text, special_tokens=[*around.items()])
+    if not around:
+        return
+    begin, end = _token(tokens, first), _token(tokens, last)
+    pairs = {
+        "bert": [*begin, "$A", *end, "$B:1", *(f"{token}:1" for token in end)],
+        "t5": [*begin, "$A", *end, *end, "$B", *end],
+    }
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*begin, "$A", *end], pair=pairs.get(model), special_tokens=[*around.items()]
+    )
+
+
+def _with_ids_of_bert(get: Get, count: int) -> Get:
+    """The look-up with llama.cpp's ids of special tokens that a file of `count` tokens lacks."""
+
+    def found(key: str, default: Any = None) -> Any:
+        name = key.removeprefix("tokenizer.ggml.").removesuffix("_token_id")
+        own = _OF_BERT.get(name, count)
+        if name == "bos":  # written as its own role by older converters
+            own = get("tokenizer.ggml.cls_token_id", own)
+        return get(key, own if own < count else default)
+
+    return found
 
 
 def _token(tokens: list[str], index: int | None) -> list[str]:
@@ -292,4 +334,58 @@ def _sentencepiece(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
+    return tokenizer
+
+
+def _wordpiece_text(token: str, kind: int) -> str:
+    """BERT's text of a token; files mark beginnings of words, and not their other pieces."""
+    if kind == _CONTROL:
+        return token
+    return token[1:] if token.startswith(_SPACE) else f"{_CONTINUING}{token}"
+
+
+def _wordpiece(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
+    """BERT's tokenizer.
+
+    Files may lack whether texts are lowercased: they are, unless all capital letters are tokens.
+    """
+    del types
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    unknown = _special_id(get, tokens, "unknown")
+    if unknown is None:
+        raise ValueError("tokenizer.ggml.unknown_token_id is missing")
+    is_cased = all(letter in vocabulary for letter in string.ascii_uppercase)
+    lowers = _switch(get, "normalizer.lowercase", not is_cased)
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token=tokens[unknown]))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowers, strip_accents=_switch(get, "normalizer.strip_accents", lowers)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=_CONTINUING)
+    return tokenizer
+
+
+def _unigram(get: Get, tokens: list[str], types: list[int]) -> Tokenizer:
+    """SentencePiece's unigrams.
+
+    Converters fill the vocabulary with tokens that are never used, whose scores of -10000 would
+    change that of unknown characters, which is below the lowest.
+    """
+    scores: list[float] = get("tokenizer.ggml.scores")
+    pieces = [*zip(tokens, scores, types, strict=True)]
+    while pieces and pieces[-1][2] == _UNUSED:
+        pieces.pop()
+    lowest = min(score for _, score, kind in pieces if kind != _UNUSED)
+    vocabulary = [(token, max(score, lowest)) for token, score, _ in pieces]
+    tokenizer = Tokenizer(
+        Unigram(vocabulary, unk_id=_special_id(get, tokens, "unknown"), byte_fallback=False)
+    )
+    if charsmap := get("tokenizer.ggml.precompiled_charsmap"):
+        tokenizer.normalizer = normalizers.Precompiled(bytes(each % 256 for each in charsmap))
+    scheme = "always" if _switch(get, "add_space_prefix", True) else "never"
+    steps: list[Any] = [pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme)]
+    if _switch(get, "remove_extra_whitespaces", True):
+        steps.insert(0, pre_tokenizers.WhitespaceSplit())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme=scheme)
     return tokenizer

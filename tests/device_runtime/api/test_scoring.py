@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from conftest import make_checkpoint
+from encoder_checkpoints import make_encoder
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -16,11 +20,13 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.device_runtime import LLM, SamplingParams
-from edgellm.export import models
+from edgellm.device_runtime.api.pooler import EmbeddingInput
+from edgellm.export import encoders, models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
+NIGHTLY = pytest.mark.nightly
 GREEDY = SamplingParams(temperature=0)
 TEXT = [20, 30, 40, 50, 60, 21, 22, 23, 24, 25] * 8  # of more than one piece
 
@@ -89,6 +95,85 @@ def test_an_embedding_model_cannot_be_a_base(folder, tmp_path):
     options = ExportOptions(dtype="fp32", pooling="last", is_eagle_base=True)
     with pytest.raises(UnsupportedModelError, match="is no base of a draft"):
         export_llm(open_checkpoint(str(folder)), tmp_path / "bundle", options)
+
+
+@pytest.fixture(scope="module", params=["modernbert", pytest.param("qwen3", marks=NIGHTLY)])
+def sharing(request, tmp_path_factory):
+    """An engine with six blocks of KV cache; of an encoder with windows, or of a decoder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if (module := encoders.find(request.param)) is not None:
+        checkpoint = make_encoder(folder / "checkpoint", **module.TINY)
+    else:
+        checkpoint = make_checkpoint(folder / "checkpoint", **models.find(request.param).TINY)
+    options = ExportOptions(dtype="fp32", pooling="mean")
+    export_llm(open_checkpoint(str(checkpoint)), folder / "bundle", options)
+    plan = Plan(max_input_len=60, kv_capacity=60, threads=1, max_batch_size=6)
+    build_engine("llm", folder / "bundle", folder / "engine", plan, "onnxruntime", lambda _: None)
+    return LLM(folder / "engine")
+
+
+@pytest.fixture
+def passes(sharing, monkeypatch):
+    """Numbers of tokens in each pass, for each of its texts."""
+    found, run = [], sharing.base.run_batch
+
+    def recorded(parts):
+        found.append([len(part.token_ids) for part in parts])
+        return run(parts)
+
+    monkeypatch.setattr(sharing.base, "run_batch", recorded)
+    return found
+
+
+IDS = [[20 + at, *range(30, 32 + 2 * at)] for at in range(8)]
+
+
+def test_short_texts_share_passes_without_padding(sharing, passes):
+    alone = [sharing.embed(ids) for ids in IDS]
+    assert passes == [[len(ids)] for ids in IDS]
+    passes.clear()
+    found = sharing.embed_inputs([EmbeddingInput(text=ids) for ids in IDS])
+    for one, expected in zip(found, alone, strict=True):
+        np.testing.assert_array_equal(one.vector, expected)
+    free = sharing.base.num_free
+    assert [len(lengths) for lengths in passes] == [6, 2]  # of six blocks of the cache
+    assert [length for lengths in passes for length in lengths] == [len(ids) for ids in IDS]
+    passes.clear()
+    sharing.embed_inputs([EmbeddingInput(text=[*range(20, 45)])] * 3)
+    assert passes == [[25, 25], [25]]  # of at most 60 tokens
+    assert sharing.base.num_free == free
+
+
+def _wait_for(llm, count):
+    """Until this number of texts waits for the engine."""
+    while sum(not text.is_done for text in llm._texts._waiting) < count:
+        time.sleep(0.001)
+
+
+def test_texts_of_threads_share_a_pass(sharing, passes):
+    """The second thread's request has ended before its pass: its text fails, others do not."""
+    alone = [sharing.embed(ids) for ids in IDS[:4]]
+    passes.clear()
+
+    def refused():
+        raise TimeoutError("too late")
+
+    checks = [lambda: _wait_for(sharing, 4), refused, lambda: None, lambda: None]
+
+    def embed(at):
+        if at:
+            _wait_for(sharing, at)  # in their order
+        return sharing.embed_input(EmbeddingInput(text=IDS[at]), checks[at]).vector
+
+    with ThreadPoolExecutor(4) as threads:
+        first, second, *others = [threads.submit(embed, at) for at in range(4)]
+        np.testing.assert_array_equal(first.result(60), alone[0])
+        with pytest.raises(TimeoutError, match="too late"):
+            second.result(60)
+        for one, expected in zip(others, alone[2:], strict=True):
+            np.testing.assert_array_equal(one.result(60), expected)
+    assert passes == [[len(IDS[0])], [len(IDS[2]), len(IDS[3])]]
+    assert sharing._texts._waiting == []
 
 
 @pytest.mark.parametrize("reuses", [False, True])

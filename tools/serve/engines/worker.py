@@ -26,6 +26,7 @@ from edgellm.tools.serve.engines.metrics import Metrics
 from edgellm.tools.serve.http.errors import ApiError
 
 _log = logging.getLogger(__name__)
+_EMBEDDING_JOBS = 8  # of an engine that embeds: their texts share passes
 
 
 class AbandonedError(Exception):
@@ -73,7 +74,7 @@ class Worker:
         self._mean_s = 1.0  # moving average of a request's time
         self._threads = [
             threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
-            for number in range(llm.batch_size)
+            for number in range(max(llm.batch_size, _EMBEDDING_JOBS if llm.embeds else 1))
         ]
         self._driver = llm.driver()
         metrics.watch(lambda: len(self.running), lambda: len(self._waiting), llm)
@@ -210,9 +211,9 @@ class Worker:
             job.notify(at, self._started(asks[at], answer))
         if answers:
             self._generate(job, answers, began)
-        for ask in job.asks:
-            if isinstance(ask, EmbeddingInput | RerankInput):
-                self._embed(job, ask, began)
+        texts = [ask for ask in job.asks if isinstance(ask, EmbeddingInput | RerankInput)]
+        if texts:
+            self._embed(job, texts, began)
 
     def _started(self, ask: EngineRequest, answer: RequestOutput) -> Started:
         if ask.prompt_logprobs is None:
@@ -222,22 +223,24 @@ class Worker:
         found = self.llm.read_logprobs(ids, ask.prompt_logprobs, before_pass, ask.lora)
         return Started(len(ids), tuple(ids), tuple(found))
 
-    def _embed(self, job: Job, ask: EmbeddingInput | RerankInput, began: float) -> None:
-        embedding = self.llm.embed_input(ask, functools.partial(self._check, job))
+    def _embed(self, job: Job, asks: Sequence[EmbeddingInput | RerankInput], began: float) -> None:
+        """Compute all texts of a job, with short ones of other jobs, and post their vectors."""
+        found = self.llm.embed_inputs(asks, functools.partial(self._check, job))
         queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
-        found = Finished(
-            finish_reason="stop",
-            prompt_tokens=embedding.prompt_tokens,
-            cached_tokens=0,
-            completion_tokens=0,
-            rounds=(),
-            queue_ms=queue_ms,
-            first_token_ms=(now - job.arrived) * 1e3,
-            generation_ms=0.0,
-            embedding=embedding.vector,
-        )
-        self._metrics.finished(found, now - job.arrived)
-        job.post(found)
+        for embedding in found:
+            finished = Finished(
+                finish_reason="stop",
+                prompt_tokens=embedding.prompt_tokens,
+                cached_tokens=0,
+                completion_tokens=0,
+                rounds=(),
+                queue_ms=queue_ms,
+                first_token_ms=(now - job.arrived) * 1e3,
+                generation_ms=0.0,
+                embedding=embedding.vector,
+            )
+            self._metrics.finished(finished, now - job.arrived)
+            job.post(finished)
 
     def _generate(self, job: Job, answers: list[RequestOutput], began: float) -> None:
         """Generate the sequences of a job concurrently, and post their events."""

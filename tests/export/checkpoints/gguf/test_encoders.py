@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import assert_one_line_error, write_tokenizer
 from gguf_encoders import ENCODERS, write_encoder, write_vlm
+from gguf_text import TEXTS
 from PIL import Image
 from visual_checkpoints import make_visual_checkpoint, random_pixels
 
@@ -20,6 +21,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import VISUAL_BUNDLE, load_bundle
 from edgellm.export import models, visual
 from edgellm.export.checkpoints.checkpoint import read_whole
+from edgellm.export.checkpoints.vlm import text_tower
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -39,6 +41,10 @@ def config_of(name: str) -> dict[str, Any]:
         config["vision_config"]["window_size"] = 112  # no file has it
     if name == "gemma3":
         config["text_config"]["layer_types"] = ["sliding_attention"] * 3  # llama.cpp's period is 6
+    if name == "gemma4":
+        config["vision_config"]["position_embedding_size"] = 560  # for 280 tokens of 4 patches
+    if name.startswith("gemma4"):
+        config["text_config"]["rope_parameters"] = TEXTS["gemma4"][1]["rope_parameters"]
     if name == "mistral3":
         config["vision_config"]["image_size"] = 80  # its processor's limit, too
         rope = models.find("ministral3").TINY["rope_parameters"]
@@ -112,7 +118,7 @@ def test_images_are_prepared_by_the_facts_of_the_file(written, tmp_path, name):
     image = json.loads((tmp_path / "found/preprocessor_config.json").read_text())
     published = json.loads((checkpoint / "preprocessor_config.json").read_text())
     limits = {"min_pixels", "max_pixels", "min_patches", "max_patches", "min_tiles", "max_tiles"}
-    limits |= {"min_image_tokens", "max_image_tokens", "tile_size"}
+    limits |= {"min_image_tokens", "max_image_tokens", "tile_size", "max_soft_tokens"}
     for key in ("patch_size", "merge_size", "temporal_patch_size", "size", "max_image_size"):
         if key in image and key in published:
             assert image[key] == published[key]
@@ -268,6 +274,46 @@ def test_a_spare_token_replaces_an_image_token_that_is_missing(written, tmp_path
     export_visual(opened, tmp_path / "bundle", VisualOptions("fp32"))
     prompt = processors.load(tmp_path / "bundle").prepare(Image.new("RGB", (40, 40))).prompt
     assert prompt.count("<unused1234567890>") == 16
+
+
+def test_images_of_gemma4_attend_to_each_other_in_models_without_embeddings_by_layer(tmp_path):
+    """No file states it; 26B, 31B and 12B are published so, E2B and E4B are not."""
+    config = config_of("gemma4")
+    config["text_config"] |= {
+        "use_bidirectional_attention": "vision",
+        "hidden_size_per_layer_input": 0,
+    }
+    config["vision_config"] |= {"use_clipped_linears": False, "standardize": True}
+    checkpoint = make_visual_checkpoint(tmp_path / "hf", config)
+    file = write_vlm(tmp_path / "files", checkpoint)
+    expected, found = (open_checkpoint(str(each), tokenizer=False) for each in (checkpoint, file))
+    assert text_tower(found).images == text_tower(expected).images
+    assert text_tower(found).images.bidirectional_tokens == 280
+    np.testing.assert_array_equal(
+        features(file, tmp_path / "found")[0], features(checkpoint, tmp_path / "expected")[0]
+    )
+
+
+def test_unlike_files_of_gemma4_are_rejected(written, tmp_path):
+    checkpoint, file = written("gemma4")
+    bad = tmp_path / "bad.gguf"
+    write_encoder(bad, "gemma4v", checkpoint, more={"vision.image_mean": [0.5] * 3})
+    assert "clip.vision.image_mean = [0.5, 0.5, 0.5] and image_std = [1.0" in failure(
+        file, str(bad)
+    )
+    write_encoder(bad, "gemma4v", checkpoint, more={"vision.use_mask": True})
+    assert "does not understand: clip.vision.use_mask" in failure(file, str(bad))
+    whole = (file.parent / "mmproj-model-f32.gguf").read_bytes()
+    bad.write_bytes(whole.replace(b"v.blk.1.attn_v.output_max", b"v.blk.1.attn_X.output_max"))
+    opened = open_checkpoint(str(file), mmproj=str(bad))
+    with pytest.raises(EdgeLLMError, match=r"layers\.1\.self_attn\.v_proj\.output_max"):
+        export_visual(opened, tmp_path / "bundle", VisualOptions("fp32"))
+    bad.write_bytes(whole.replace(b"v.blk.1.attn_q_norm.weight", b"v.blk.1.attn_q_scal.weight"))
+    opened = open_checkpoint(str(file), mmproj=str(bad))
+    with pytest.raises(EdgeLLMError, match=r"q_norm\.weight"):
+        export_visual(opened, tmp_path / "bundle", VisualOptions("fp32"))
+    write_encoder(bad, "qwen2vl_merger", written("qwen2_vl")[0], more={"has_audio_encoder": True})
+    assert "it has an audio encoder, too" in failure(written("qwen2_vl")[1], str(bad))
 
 
 def test_commands_take_the_encoder_by_its_name(written, command_here, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 from conftest import make_checkpoint
@@ -11,6 +12,7 @@ from gguf_hybrids import write_hybrid
 from gguf_text import TEXTS
 
 from edgellm.core.errors import EdgeLLMError
+from edgellm.export.checkpoints.checkpoint import read_whole
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -78,6 +80,7 @@ def test_logits_equal_those_of_llama_cpp(tmp_path, case):
         ("olmoe", {}, {"attention__clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv"),
         ("granitemoe", {}, {"rope__scaling__finetuned": False}, "without rope"),
         ("mixtral", {}, {"expert_used_count": 9}, "num_experts_per_tok = 9, but num_local_experts"),
+        ("gemma3n", {}, {"altup__num_inputs": 3}, "gemma3n.altup.num_inputs = 3"),
         ("starcoder2", {"use_bias": False}, {"expert_count": 2}, "starcoder2.expert_count = 2"),
     ],
 )
@@ -88,3 +91,30 @@ def test_unsupported_metadata_is_rejected(tmp_path, case, changes, extra, messag
     with pytest.raises(EdgeLLMError, match=message):
         logits(tmp_path / "model.gguf", tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_blocks_of_projections_in_one_tensor_are_kept(tmp_path):
+    """Gemma 3n has projections of hidden states, three in a tensor."""
+    arch, config = TEXTS["gemma3n"]
+    kind = gguf.GGMLQuantizationType.Q8_0
+    stored = {}
+
+    def encode(name, array):
+        if name != "altup_unembd_proj.weight":
+            return array, gguf.GGMLQuantizationType.F32
+        stored[name] = gguf.quantize(np.ascontiguousarray(array), kind)
+        return stored[name], kind
+
+    folder = make_checkpoint(tmp_path / "hf", **{**config, "hidden_size": 96})
+    write_hybrid(tmp_path / "model.gguf", arch, folder, encode)
+    opened = open_checkpoint(str(tmp_path / "model.gguf"))
+    (rows,) = stored.values()
+    for index in range(3):
+        name = f"model.altup_unembed_projections.{index}.weight"
+        assert (opened.blocks.infos()[name].dtype, opened.blocks.infos()[name].shape) == (
+            "Q8_0",
+            (96, 96),
+        )
+        assert read_whole(opened.blocks, name) == rows[index].tobytes()
+        floats = np.frombuffer(read_whole(opened.tensors, name), np.float32).reshape(96, 96)
+        np.testing.assert_array_equal(floats, gguf.dequantize(rows[index], kind))

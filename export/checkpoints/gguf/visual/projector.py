@@ -12,7 +12,8 @@ from typing import Any
 from edgellm.core.commands.output_folder import encoder_files
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorInfo, TensorSource
-from edgellm.export.checkpoints.gguf.encoder_families import (
+from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
+from edgellm.export.checkpoints.gguf.visual.families import (
     FAMILIES,
     REMEDY,
     TYPE,
@@ -20,11 +21,11 @@ from edgellm.export.checkpoints.gguf.encoder_families import (
     EncoderFacts,
     Family,
 )
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderTensors
-from edgellm.export.checkpoints.gguf.reader import GGUFFile, read_gguf
+from edgellm.export.checkpoints.gguf.visual.tensors import EncoderTensors
 
 ENCODER = "clip"  # llama.cpp's architecture of encoders
 NO_ENCODER = "none"  # as --mmproj
+_SOUNDS = "clip.audio."  # keys of an encoder of sounds
 _SPECIAL = (3, 4)  # types of tokens that tokenizers do not split: control and user-defined
 _PRECISION = re.compile(r"[-_.]?(bf16|f16|f32|q\d\w*)$")
 _PRECISIONS = ("f16", "bf16", "f32", "q8_0")
@@ -78,7 +79,7 @@ def with_encoder(text: Text, path: Path) -> Checkpoint:
     tokens = text.metadata["tokenizer.ggml.tokens"]
     config = {
         "model_type": _model_type(text, family),
-        "text_config": text.checkpoint.config,
+        "text_config": {**text.checkpoint.config, **family.text(text.checkpoint.config)},
         "vision_config": encoder.vision,
         "tie_word_embeddings": text.checkpoint.config["tie_word_embeddings"],
         **encoder.model,
@@ -143,11 +144,12 @@ def _read(file: GGUFFile) -> tuple[Family, Encoder]:
         raise UnsupportedModelError(
             f"projector {kind!r} (supported: {', '.join(FAMILIES)})", hint=REMEDY
         )
-    if metadata.get("clip.has_audio_encoder"):
+    if metadata.get("clip.has_audio_encoder") and not family.has_sounds:
         raise UnsupportedModelError("it has an audio encoder, too", hint=REMEDY)
     facts = EncoderFacts(file)
     encoder = family.read(facts)
-    if left := facts.left():
+    ignored = _SOUNDS if family.has_sounds else ()
+    if left := [key for key in facts.left() if not key.startswith(ignored)]:
         raise UnsupportedModelError(
             f"keys that edgellm does not understand: {', '.join(left)}", hint=REMEDY
         )

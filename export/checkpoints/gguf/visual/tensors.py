@@ -22,7 +22,8 @@ from edgellm.export.checkpoints.gguf.reader import GGUFTensor, decoded
 from edgellm.export.checkpoints.weights import as_bytes
 
 _PLAIN = ("F32", "F16", "BF16")
-_BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)\.(weight|bias)")
+_BLOCK = re.compile(r"v\.blk\.(\d+)\.(.+)\.(weight|bias|(?:in|out)put_m(?:in|ax))")
+_LINEAR = ".linear"  # module of the weight of a clipped layer; its bounds are next to it
 _DEEPSTACK = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _KERNEL = "v.patch_embd.weight"
 _JOINED = ("attn_q", "attn_k", "attn_v")
@@ -42,6 +43,7 @@ class EncoderNames:
     deepstack: Mapping[str, str] = field(default_factory=dict)  # modules of a level
     ranks: Mapping[str, int] = field(default_factory=dict)  # of tensors stored with fewer axes
     unused: tuple[str, ...] = ()  # what only llama.cpp needs
+    ignored: tuple[str, ...] = ()  # prefixes of another encoder's tensors
     may_swap: bool = True  # older files name the two layers of a network the other way around
 
 
@@ -106,7 +108,11 @@ class EncoderTensors:
             levels: blocks with DeepStack levels.
             changes: what reverts a converter's change, by name; in blocks after `v.blk.N.`.
         """
-        held = {tensor.name: tensor for tensor in tensors if tensor.name not in names.unused}
+        held = {
+            tensor.name: tensor
+            for tensor in tensors
+            if tensor.name not in names.unused and not tensor.name.startswith(names.ignored)
+        }
         if names.may_swap and _is_swapped(held):
             held = {_swapped(name): tensor for name, tensor in held.items()}
         self._joined = dict(_joined(held, names, levels, changes or {}))
@@ -183,7 +189,8 @@ def _name(name: str, names: EncoderNames, levels: Sequence[int]) -> str:
         place = f"{names.root}.{names.blocks}.{layer}"
         module = names.qkv if names.qkv and own in _JOINED else names.block.get(own)
         if module is not None:
-            return f"{place}.{module}.{kind}"
+            is_bound = kind not in ("weight", "bias")
+            return f"{place}.{module.removesuffix(_LINEAR) if is_bound else module}.{kind}"
         if own in names.parameters:
             return f"{place}.{names.parameters[own]}"
     if (level := _DEEPSTACK.fullmatch(name)) is not None and int(level[1]) in levels:

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
-from edgellm.export.checkpoints.gguf import encoder_names
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames, Revert
 from edgellm.export.checkpoints.gguf.permutations import Order, interleaved
 from edgellm.export.checkpoints.gguf.reader import GGUFFile
+from edgellm.export.checkpoints.gguf.visual import names
+from edgellm.export.checkpoints.gguf.visual.tensors import EncoderNames, Revert
 
 REMEDY = "give the mmproj file of this model as --mmproj, or none"
 TYPE = "clip.projector_type"
@@ -35,6 +35,7 @@ _QWEN_TOKENS = {
 }
 # Limits of the publishers' processors: areas in pixels, and tokens and tiles.
 _AREAS = {"qwen2": (4 * 28 * 28, 16384 * 28 * 28), "qwen3": (64 * 32 * 32, 16384 * 32 * 32)}
+_GEMMA4_IMAGES = {"do_normalize": False, "max_soft_tokens": 280}
 _LFM2_LIMITS = {
     "min_image_tokens": 64,
     "max_image_tokens": 256,
@@ -136,6 +137,8 @@ class Family:
     texts: Mapping[str, str]  # architectures of language models -> model_type of the whole
     tokens: Mapping[str, str]  # keys of the config for tokens, by their texts
     spare: str = ""  # pattern of tokens without use; one replaces an image token that is missing
+    text: Callable[[Config], Config] = lambda _: {}  # keys of text_config that its file lacks
+    has_sounds: bool = False  # the file may have an encoder of sounds, too, which is ignored
 
 
 def _qwen(facts: EncoderFacts, processor: str, series: str) -> Encoder:
@@ -360,22 +363,103 @@ def _channels_last(kernel: NDArray[np.float32]) -> NDArray[np.float32]:
     return kernel.transpose(0, 2, 3, 1).reshape(len(kernel), -1)
 
 
+_ATTENDING: Config = {"use_bidirectional_attention": "vision"}
+_GEMMA4_MERGE = 3  # pooled patches along a side, where a file does not say
+
+
+def _gemma4(facts: EncoderFacts) -> Encoder:
+    _require_plain_pixels(facts)
+    merge = facts.vision("projector.scale_factor", _GEMMA4_MERGE)
+    sides = {"patch_size": facts.patch_size, "pooling_kernel_size": merge}
+    own = {
+        "num_key_value_heads": facts.heads,
+        "head_dim": facts.shape("v.blk.0.attn_q.weight")[0] // facts.heads,
+        "rms_norm_eps": facts.number("attention.layer_norm_epsilon", 1e-6),
+        "position_embedding_size": facts.shape("v.position_embd.weight")[1],
+        "use_clipped_linears": "v.blk.0.attn_q.input_max" in facts.shapes,
+        "standardize": "v.std_bias" in facts.shapes,
+    }
+    image = {"image_processor_type": "Gemma4ImageProcessor", **_GEMMA4_IMAGES, **sides}
+    return Encoder(
+        vision={**_sizes(facts), **sides, **own},
+        model={},
+        processor={"preprocessor_config.json": image},
+        width=facts.shape("mm.input_projection.weight")[0],
+        changes={"v.patch_embd.weight": _channels_last},
+    )
+
+
+def _gemma4_unified(facts: EncoderFacts) -> Encoder:
+    _require_plain_pixels(facts)
+    merge = facts.vision("projector.scale_factor", _GEMMA4_MERGE)
+    sides = {"patch_size": facts.patch_size, "pooling_kernel_size": merge}
+    own = {
+        "mm_embed_dim": facts.size,
+        "output_proj_dims": facts.size,
+        "mm_posemb_size": facts.shape("v.position_embd.weight")[1],
+        "rms_norm_eps": facts.number("attention.layer_norm_epsilon", 1e-6),
+    }
+    image = {"image_processor_type": "Gemma4UnifiedImageProcessor", **_GEMMA4_IMAGES, **sides}
+    side = facts.patch_size * merge
+    last = partial(_planes_last, side=side)
+    return Encoder(
+        vision={**sides, **own},
+        model={},
+        processor={"preprocessor_config.json": image},
+        width=facts.shape("mm.input_projection.weight")[0],
+        changes={
+            **dict.fromkeys(
+                ("v.patch_embd.weight", "v.patch_norm.1.weight", "v.patch_norm.1.bias"), last
+            ),
+            "v.position_embd.weight": lambda table: table.transpose(1, 0, 2),
+        },
+    )
+
+
+def _require_plain_pixels(facts: EncoderFacts) -> None:
+    """Raise `UnsupportedModelError` for files whose pixels are not from 0 to 1."""
+    found = facts.pixels()
+    if (found["image_mean"], found["image_std"]) != ([0.0] * 3, [1.0] * 3):
+        raise UnsupportedModelError(
+            f"clip.vision.image_mean = {found['image_mean']} and image_std = {found['image_std']} "
+            "should be zeros and ones",
+            hint=REMEDY,
+        )
+
+
+def _planes_last(values: NDArray[np.float32], side: int) -> NDArray[np.float32]:
+    """[..., 3 * p * p] -> [..., p * p * 3]."""
+    planes = values.reshape(*values.shape[:-1], 3, side, side)
+    return np.moveaxis(planes, -3, -1).reshape(values.shape)
+
+
+def _gemma4_images(text: Config) -> Config:
+    """Tokens of an image attend to each other in models without per-layer embeddings."""
+    has_embeddings = bool(text["hidden_size_per_layer_input"])
+    return {} if has_embeddings else _ATTENDING
+
+
+_GEMMA4_TOKENS = {
+    "image_token_id": "<|image|>",
+    "boi_token_id": "<|image>",
+    "eoi_token_id": "<image|>",
+}
 FAMILIES: Mapping[str, Family] = {
     "qwen2vl_merger": Family(
         read=_qwen2_vl,
-        names=encoder_names.QWEN2,
+        names=names.QWEN2,
         texts={"qwen2vl": "qwen2_vl"},
         tokens=_QWEN_TOKENS,
     ),
     "qwen2.5vl_merger": Family(
         read=_qwen2_5_vl,
-        names=encoder_names.QWEN2_5,
+        names=names.QWEN2_5,
         texts={"qwen2vl": "qwen2_5_vl"},
         tokens=_QWEN_TOKENS,
     ),
     "qwen3vl_merger": Family(
         read=_qwen3_vl,
-        names=encoder_names.QWEN3,
+        names=names.QWEN3,
         texts={
             "qwen3vl": "qwen3_vl",
             "qwen3vlmoe": "qwen3_vl_moe",
@@ -386,33 +470,49 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "idefics3": Family(
         read=_idefics3,
-        names=encoder_names.IDEFICS3,
+        names=names.IDEFICS3,
         texts={"llama": "idefics3"},
         tokens={"image_token_id": "<image>"},
     ),
     "internvl": Family(
         read=_internvl,
-        names=encoder_names.INTERNVL,
+        names=names.INTERNVL,
         texts=dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss"), "internvl"),
         tokens={"image_token_id": "<IMG_CONTEXT>"},
     ),
     "gemma3": Family(
         read=_gemma3,
-        names=encoder_names.GEMMA3,
+        names=names.GEMMA3,
         texts={"gemma3": "gemma3"},
         tokens={"image_token_index": "<image_soft_token>"},
         spare=r"<unused\d+>",  # files from a SentencePiece model lack added tokens
     ),
     "pixtral": Family(
         read=_pixtral,
-        names=encoder_names.PIXTRAL,
+        names=names.PIXTRAL,
         texts={"mistral3": "mistral3"},
         tokens={"image_token_index": "[IMG]"},
     ),
     "lfm2": Family(
         read=_lfm2,
-        names=encoder_names.LFM2,
+        names=names.LFM2,
         texts={"lfm2": "lfm2_vl"},
         tokens={"image_token_id": "<image>"},
+    ),
+    "gemma4v": Family(
+        read=_gemma4,
+        names=names.GEMMA4,
+        texts={"gemma4": "gemma4"},
+        tokens=_GEMMA4_TOKENS,
+        text=_gemma4_images,
+        has_sounds=True,
+    ),
+    "gemma4uv": Family(
+        read=_gemma4_unified,
+        names=names.GEMMA4_UNIFIED,
+        texts={"gemma4": "gemma4_unified"},
+        tokens=_GEMMA4_TOKENS,
+        text=lambda _: {"model_type": "gemma4_unified_text", **_ATTENDING},
+        has_sounds=True,
     ),
 }

@@ -6,9 +6,10 @@ smolvlm, internvl, gemma, llava, lfm2).
 
 from __future__ import annotations
 
-from edgellm.export.checkpoints.gguf.encoder_tensors import EncoderNames
+from edgellm.export.checkpoints.gguf.visual.tensors import EncoderNames
 
 _VISUAL = "model.visual"
+_SOUNDS = ("a.", "mm.a.")  # prefixes of the encoder of sounds in the same file
 _TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
 _QWEN_BLOCK = {"attn_qkv": "attn.qkv", "attn_out": "attn.proj", "ln1": "norm1", "ln2": "norm2"}
 _PATCHES = {"v.patch_embd": f"{_VISUAL}.patch_embed.proj"}
@@ -131,4 +132,44 @@ INTERNVL = EncoderNames(
     },
     ranks={"v.class_embd": 3, "v.position_embd.weight": 3},
     may_swap=False,
+)
+_EMBEDDER = "model.vision_embedder"
+_PROJECTION = {"mm.input_projection": "model.embed_vision.embedding_projection"}
+GEMMA4 = EncoderNames(
+    root=_TOWER,
+    blocks="encoder.layers",
+    block={
+        **{f"attn_{part}": f"self_attn.{part}_proj.linear" for part in "qkv"},
+        **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+        "attn_out": "self_attn.o_proj.linear",
+        "ln1": "input_layernorm",
+        "attn_post_norm": "post_attention_layernorm",
+        "ln2": "pre_feedforward_layernorm",
+        "ffn_post_norm": "post_feedforward_layernorm",
+        **{f"ffn_{part}": f"mlp.{part}_proj.linear" for part in ("gate", "up", "down")},
+    },
+    tensors={
+        "v.patch_embd": f"{_TOWER}.patch_embedder.input_proj",
+        "v.position_embd.weight": f"{_TOWER}.patch_embedder.position_embedding_table",
+        "v.std_bias": f"{_TOWER}.std_bias",
+        "v.std_scale": f"{_TOWER}.std_scale",
+        **_PROJECTION,
+    },
+    may_swap=False,
+    ignored=_SOUNDS,
+)
+GEMMA4_UNIFIED = EncoderNames(
+    root=_EMBEDDER,
+    blocks="",
+    block={},
+    tensors={
+        "v.patch_norm.1": f"{_EMBEDDER}.patch_ln1",
+        "v.patch_embd": f"{_EMBEDDER}.patch_dense",
+        "v.patch_norm.2": f"{_EMBEDDER}.patch_ln2",
+        "v.position_embd.weight": f"{_EMBEDDER}.pos_embedding",
+        "v.patch_norm.3": f"{_EMBEDDER}.pos_norm",
+        **_PROJECTION,
+    },
+    may_swap=False,
+    ignored=_SOUNDS,
 )

@@ -1,0 +1,1 @@
+"""Visual encoders of GGUF models."""
