@@ -15,6 +15,7 @@ import torch
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.layers.delta import CONVOLUTIONS
 from edgellm.export.models import cohere2, falcon_h1, gemma2, granite, olmo_hybrid
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -290,9 +291,7 @@ FAMILIES = {
         floats=("linear_attn.a_proj", "linear_attn.b_proj"),
         stored={f"{name}.": f"{published}." for name, published in olmo_hybrid.PUBLISHED.items()},
         joined={
-            "linear_attn.conv1d.weight": tuple(
-                f"linear_attn.{name}" for name in olmo_hybrid.CONVOLUTIONS
-            )
+            "linear_attn.conv1d.weight": tuple(f"linear_attn.{name}" for name in CONVOLUTIONS)
         },
     ),
     "olmoe": _MIXED,
