@@ -17,7 +17,12 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from edgellm.export.checkpoints.tokenizer import (
+    CHAT_TEMPLATE,
+    KIMI_WORDS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # values of tokenizer.ggml.token_type
 
@@ -38,18 +43,13 @@ _CAPITALS = rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
 _SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
 _GPT4O = rf"{_CASED}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_SLASHES}"
 _TEKKEN = rf"{_CASED}|{_CAPITALS}|\p{{N}}|{_SLASHES}"
-# The same, but Chinese characters are words of their own.
-_BUT_HAN = rf"{_CASED}{_CONTRACTIONS}?|{_CAPITALS}{_CONTRACTIONS}?".replace(
-    r"\p{M}]", r"\p{M}&&[^\p{Han}]]"
-)
-_KIMI = rf"[\p{{Han}}]+|{_BUT_HAN}|\p{{N}}{{1,3}}|{_REST}"
 _LLAMAS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2")
 _PATTERNS = {
     **dict.fromkeys(_LLAMAS, _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
-    "kimi-k2": _KIMI,
+    "kimi-k2": KIMI_WORDS,
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "seed-coder": _SEED,
