@@ -118,7 +118,13 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+_OF_NIGHTS = {"keys, values and states of three sizes"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in _OF_NIGHTS)) for name in HEADS],
+)
 def test_attention_heads_of_any_size_equal_the_portable_graph(tmp_path, name):
     kind, changes = HEADS[name]
     bundle, (ids, tree) = _export(tmp_path, kind, **changes), _text()

@@ -66,10 +66,6 @@ HYBRIDS: dict[str, tuple[str, Facts]] = {
     ),
     "lfm2moe": ("lfm2moe", _tiny("lfm2_moe")),
     "kimi-linear": ("kimi-linear", _tiny("kimi_linear", linear_num_heads=6)),
-    "kimi-linear_q_lora": (
-        "kimi-linear",
-        _tiny("kimi_linear", linear_num_heads=6, q_lora_rank=24, linear_head_dim=12),
-    ),
 }
 
 

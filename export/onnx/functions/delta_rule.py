@@ -45,7 +45,8 @@ def gated_delta_rule(*, by_channel: bool = False) -> ir.Function:
         q, k = (_key_heads(op, each, state) for each in (q, k))  # [1, H, S, dk]
         v = _value_heads(op, v, state)
         rates = op.Transpose(op.Unsqueeze(b, integers(op, 3)), perm=[0, 2, 1, 3])  # [1, H, S, 1]
-        decays = (_ChannelDecays if by_channel else _Decays)(op, g, state, tree_mask)
+        kind = _ChannelDecays if by_channel else _Decays
+        decays = kind(op=op, g=g, state=state, tree_mask=tree_mask)
         alike, scores = decays.products(op, (k, q), k)
         known = decays.recall(op, k, state)
         inverse = _inverse(op, op.Mul(alike, rates))
@@ -72,7 +73,7 @@ def decaying_rule() -> ir.Function:
     ) -> ir.Value:
         del parents
         q, k = (_key_heads(op, each, state) for each in (q, k))
-        decays = _Decays(op, g, state, tree_mask)
+        decays = _Decays(op=op, g=g, state=state, tree_mask=tree_mask)
         (scores,) = decays.products(op, (q,), k)
         new = op.MatMul(scores, _value_heads(op, d, state))
         return _rows(op, op.Add(decays.recall(op, q, state), new))
@@ -97,7 +98,7 @@ def delta_update() -> ir.Function:
 class _Decays:
     """Decays of tokens since the state and since their ancestors, one of each head."""
 
-    def __init__(self, op: Op, g: ir.Value, state: ir.Value, tree_mask: ir.Value) -> None:
+    def __init__(self, *, op: Op, g: ir.Value, state: ir.Value, tree_mask: ir.Value) -> None:
         """Decays from g [1, S, H * C]."""
         summed = op.MatMul(op.Cast(tree_mask, to=int(ir.DataType.FLOAT)), g)
         self.tree_mask, self.logarithms = tree_mask, _by_head(op, summed, state)  # [1, H, S, C]

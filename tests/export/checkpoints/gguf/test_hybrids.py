@@ -73,8 +73,10 @@ def test_unsupported_metadata_is_rejected(tmp_path, case, changes, extra, messag
 
 
 def test_older_files_of_kimi_linear_expand_latent_vectors_by_one_layer(tmp_path, monkeypatch):
+    """Also of a model with latent queries."""
     arch, config = HYBRIDS["kimi-linear"]
-    folder = make_checkpoint(tmp_path / "hf", **config)
+    sizes = {"q_lora_rank": 24, "linear_head_dim": 12}
+    folder = make_checkpoint(tmp_path / "hf", **{**config, **sizes})
     convert = gguf_hybrids.CONVERT[arch]
 
     def older(name, array, config):
