@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import codecs
 import importlib.util
 import json
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import (
@@ -30,6 +32,18 @@ _TEMPLATE_FILE = "chat_template.json"
 _ADDED_TOKENS = "added_tokens.json"
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REMEDY = "copy or download the file again"
+_TIKTOKEN, _RESERVED = "tiktoken.model", 256  # ids after those of the file, of special tokens
+# Words that change from upper case to lower case once; Chinese characters are apart.
+_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+_BEFORE, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+KIMI_WORDS = (
+    rf"[\p{{Han}}]+|{_BEFORE}[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}"
+    rf"|{_BEFORE}[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Classes beside published files of tiktoken, whose code has the pattern of words
+_TIKTOKEN_WORDS = {"tokenization_kimi.TikTokenTokenizer": KIMI_WORDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +59,24 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
     A folder without tokenizer.json but with a SentencePiece model, or with a vocabulary and merges
-    in two files, is converted by transformers.
+    in two files, is converted by transformers, and Kimi's file of tiktoken without it.
 
     Raises:
         EdgeLLMError: no tokenizer, or converting needs transformers.
         BrokenArtifactError: a file does not parse.
     """
-    if not (folder / TOKENIZER).exists():
+    words = _tiktoken_words(folder)
+    if not (folder / TOKENIZER).exists() and words is None:
         if not any(folder.glob("*.model")) and not (folder / "vocab.json").exists():
             raise EdgeLLMError(
                 f"{folder} has no tokenizer.json", hint="copy the tokenizer beside the weights"
             )
         return _convert_slow(folder)
-    files = {TOKENIZER: _without_bom(folder / TOKENIZER)}
+    files: dict[str, bytes] = {}
     try:
-        tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+        content = _without_bom(folder / TOKENIZER) if words is None else _ranked(folder, words)
+        files[TOKENIZER] = content
+        tokenizer = Tokenizer.from_buffer(content)
         config = _read_config(folder, files)
         if _add_listed(tokenizer, folder, config) | _add_named(tokenizer, config):
             files[TOKENIZER] = tokenizer.to_str().encode("utf-8")
@@ -254,6 +271,49 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
             hint=f"name one of them default, or copy its text to {CHAT_TEMPLATE}",
         )
     return template["default"]
+
+
+def _tiktoken_words(folder: Path) -> str | None:
+    """Pattern of words of a folder with a file of tiktoken alone; None: another folder."""
+    if (folder / TOKENIZER).exists() or not (folder / _TIKTOKEN).exists():
+        return None
+    classes = _tokenizer_config(folder).get("auto_map", {})
+    found = classes.get("AutoTokenizer") if isinstance(classes, dict) else None
+    names = found if isinstance(found, list) else [found]
+    return next((_TIKTOKEN_WORDS[name] for name in names if name in _TIKTOKEN_WORDS), None)
+
+
+def _ranked(folder: Path, words: str) -> bytes:
+    """The tokenizer.json of a file with tokens in base64 and their ranks, a line each."""
+    lines = (line.split() for line in (folder / _TIKTOKEN).read_bytes().splitlines() if line)
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    letters = _byte_letters()
+    texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = sorted(
+        (rank, ranks[token[:at]], ranks[token[at:]], token, at)
+        for token, rank in ranks.items()
+        for at in range(1, len(token))
+        if token[:at] in ranks and token[at:] in ranks
+    )
+    pairs = [(texts[token[:at]], texts[token[at:]]) for *_, token, at in merges]
+    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_byte])
+    tokenizer.decoder = decoders.ByteLevel()
+    named = _listed(folder, _tokenizer_config(folder))
+    for at in range(len(ranks), len(ranks) + _RESERVED):
+        unnamed = AddedToken(f"<|reserved_token_{at}|>", normalized=False, special=True)
+        tokenizer.add_special_tokens([named.get(at, unnamed)])
+    return tokenizer.to_str().encode("utf-8")
+
+
+def _byte_letters() -> list[str]:
+    """Letters of bytes in byte-level BPE: printable ones are their own."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _convert_slow(folder: Path) -> TokenizerFiles:

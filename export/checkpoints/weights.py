@@ -115,6 +115,10 @@ class Weights:
         """Type and shape of a tensor; None if the checkpoint lacks it."""
         return self._source.infos().get(self._prefix + name)
 
+    def has_any(self) -> bool:
+        """Whether the checkpoint has a tensor here."""
+        return any(name.startswith(self._prefix) for name in self._source.infos())
+
     def take(self, name: str, shape: tuple[int, ...], dtype: ir.DataType) -> StoredTensor:
         """A float tensor for a graph of activation type `dtype`.
 

@@ -13,6 +13,7 @@ from edgellm.export.config.rope import Rope
 FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR, CONV = "linear_attention", "conv"
 EXPERTS, NETWORK = "moe", "mlp"
+DENSE, SPARSE = "dense", "sparse"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,23 @@ def read_layer_types(
             hint=REMEDY,
         )
     return tuple(found)
+
+
+def read_networks(reader: ConfigReader, default: Sequence[bool]) -> tuple[bool, ...]:
+    """Whether each layer has experts; `default` if the config has no mlp_layer_types.
+
+    Raises:
+        UnsupportedModelError: unknown types, or not one for each layer.
+    """
+    usual = [SPARSE if is_sparse else DENSE for is_sparse in default]
+    found = reader.read("mlp_layer_types", list, usual)
+    if unknown := [kind for kind in found if kind not in (DENSE, SPARSE)]:
+        raise UnsupportedModelError(
+            f"config.json: mlp_layer_types names {unknown[0]!r}, which is not supported",
+            hint=f"supported: {DENSE}, {SPARSE}",
+        )
+    check_length(reader, "mlp_layer_types", found)
+    return tuple(kind == SPARSE for kind in found)
 
 
 def check_length(reader: ConfigReader, key: str, found: Sequence[object]) -> None:

@@ -165,8 +165,9 @@ class SigmoidRouter(Router):
         if self.bias is None:
             return shares
         place, name = self.bias
-        stored = op.parameter(place.take(name, (self.routing.experts,), op.dtype))
-        return op.Add(shares, op.Cast(stored, to=int(ir.DataType.FLOAT)))
+        # Its differences decide: half types would round those of large biases away.
+        stored = place.take(name, (self.routing.experts,), ir.DataType.FLOAT)
+        return op.Add(shares, op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT)))
 
 
 class Chooses(Protocol):

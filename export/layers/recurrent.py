@@ -111,6 +111,7 @@ def keep_matrix(
     given: tuple[ir.Value, ir.Value, ir.Value],
     *,
     key_heads: int,
+    decays: int = 1,
     rows: str,
 ) -> None:
     """Add the matrices [1, H, dk, dv] of a layer's heads, see `delta_rule.delta_update`.
@@ -119,8 +120,10 @@ def keep_matrix(
         recurrences: of the pass.
         layer: of the matrices.
         matrix: the state.
-        given: keys [1, S, J * dk], deltas [1, S, H * dv], logarithms of decays [1, S, H]; float32.
+        given: keys [1, S, J * dk], deltas [1, S, H * dv], logarithms of decays [1, S, H * C], C
+            as in `delta_rule`; float32.
         key_heads: J.
+        decays: C.
         rows: the symbol of S.
     """
     shape = matrix.shape
@@ -129,7 +132,7 @@ def keep_matrix(
     found: dict[str, ir.Value] = dict(zip(("key", "delta", "decay"), given, strict=True))
     for value in given:
         value.type = ir.TensorType(ir.DataType.FLOAT)
-    widths = {"key": key_heads * keys, "delta": heads * values, "decay": heads}
+    widths = {"key": key_heads * keys, "delta": heads * values, "decay": heads * decays}
     recurrences.keep(
         Recurrence(layer=layer, states={"matrix": matrix}, rows=found, advance=_advance),
         widths,

@@ -18,6 +18,7 @@ from edgellm.export.config.layer_types import (
     AttentionKind,
     check_length,
     read_layer_types,
+    read_networks,
     read_window,
     window_of,
 )
@@ -52,7 +53,6 @@ _ROPES = {
     FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
-_DENSE, _SPARSE = "dense", "sparse"
 _PER_HEAD, _PER_ELEMENT = "per-head", "per-element"
 
 
@@ -125,16 +125,10 @@ def _read_heads(reader: ConfigReader) -> Sequence[int]:
 def _read_networks(reader: ConfigReader) -> tuple[bool, ...]:
     """Whether each layer has experts."""
     layers = reader.positive("num_hidden_layers")
-    found = reader.read("mlp_layer_types", list, [_DENSE, *[_SPARSE] * (layers - 1)])
-    if unknown := [kind for kind in found if kind not in (_DENSE, _SPARSE)]:
-        raise UnsupportedModelError(
-            f"config.json: mlp_layer_types names {unknown[0]!r}, which is not supported",
-            hint=f"supported: {_DENSE}, {_SPARSE}",
-        )
-    check_length(reader, "mlp_layer_types", found)
-    dense = [layer for layer, kind in enumerate(found) if kind == _DENSE]
+    found = read_networks(reader, [layer > 0 for layer in range(layers)])
+    dense = [layer for layer, is_sparse in enumerate(found) if not is_sparse]
     reader.expect("mlp_only_layers", dense)  # an older key
-    return tuple(kind == _SPARSE for kind in found)
+    return found
 
 
 def _reads_gates_of_elements(reader: ConfigReader) -> bool:

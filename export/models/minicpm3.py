@@ -7,6 +7,7 @@ a head and, with zeros after them, its values, so that every backend's attention
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -50,40 +51,57 @@ class Config(granite.Config):
             qk_nope_head_dim=64, qk_rope_head_dim=32, scale_emb=12, scale_depth=1.4,
             dim_model_base=256,
         )  # fmt: skip
-        bias = reader.read("attention_bias", bool, False)
-        mlp_bias = reader.read("mlp_bias", bool, False)
-        rotary_dim = reader.positive("qk_rope_head_dim")
-        found = cls.read(
-            reader, rope=None, qkv_bias=bias, o_proj_bias=bias, mlp_bias=mlp_bias,
-            rotary_dim=rotary_dim, rank=reader.positive("kv_lora_rank"),
-            query_rank=reader.optional("q_lora_rank", int),
+        found = cls.latent(
+            reader,
+            mlp_bias=reader.read("mlp_bias", bool, False),
             embedding_scale=reader.nonzero("scale_emb", 1.0),
-        )  # fmt: skip
-        assert isinstance(found, cls)
-        return found._scaled(reader)
-
-    def _scaled(self, reader: ConfigReader) -> DecoderConfig:
-        """The config with values that depend on several keys."""
-        layers, heads = self.num_hidden_layers, self.num_attention_heads
-        reader.expect("num_key_value_heads", heads)
-        reader.skip("qk_head_dim", "head_dim")  # transformers derives them
+        )
+        layers, hidden = found.num_hidden_layers, found.hidden_size
         depth = reader.optional("scale_depth", float)
-        base = reader.optional("dim_model_base", int) or self.hidden_size
-        head_dim = reader.positive("qk_nope_head_dim") + self.rotary_dim
-        value_dim = reader.optional("v_head_dim", int) or self.hidden_size // heads
+        base = reader.optional("dim_model_base", int) or hidden
+        rope = read_rope(reader, found.rotary_dim, found.max_position_embeddings, _ROPE)
+        config = replace(
+            found,
+            residual_multiplier=1.0 if depth is None else depth / layers**0.5,
+            logits_scaling=hidden / base,
+        )
+        return config.attending((AttentionKind(rope),) * layers)
+
+    @classmethod
+    def latent(cls, reader: ConfigReader, **traits: Any) -> Config:
+        """Facts of all models with latent attention; `traits` are their own.
+
+        Raises:
+            UnsupportedModelError: heads share keys, or values are wider than keys.
+        """
+        heads, hidden = (reader.positive(key) for key in ("num_attention_heads", "hidden_size"))
+        reader.expect("num_key_value_heads", heads)
+        reader.skip("qk_head_dim")  # transformers derives it
+        rotary_dim = reader.positive("qk_rope_head_dim")
+        head_dim = reader.positive("qk_nope_head_dim") + rotary_dim
+        value_dim = reader.optional("v_head_dim", int) or hidden // heads
         if not 0 < value_dim <= head_dim:
             raise UnsupportedModelError(
                 f"config.json: v_head_dim = {value_dim}, but keys have {head_dim}"
             )
-        if self.query_rank is not None and self.query_rank < 1:
-            raise UnsupportedModelError(f"config.json: q_lora_rank = {self.query_rank}")
-        rope = read_rope(reader, self.rotary_dim, self.max_position_embeddings, _ROPE)
-        config = replace(
-            self, head_dim=head_dim, value_dim=value_dim,
-            residual_multiplier=1.0 if depth is None else depth / layers**0.5,
-            logits_scaling=self.hidden_size / base,
-        )  # fmt: skip
-        return config.attending((AttentionKind(rope),) * layers)
+        query_rank = reader.optional("q_lora_rank", int)
+        if query_rank is not None and query_rank < 1:
+            raise UnsupportedModelError(f"config.json: q_lora_rank = {query_rank}")
+        reader.replace(head_dim=head_dim)
+        bias = reader.read("attention_bias", bool, False)
+        found = cls.read(
+            reader,
+            rope=None,
+            qkv_bias=bias,
+            o_proj_bias=bias,
+            rotary_dim=rotary_dim,
+            value_dim=value_dim,
+            query_rank=query_rank,
+            rank=reader.positive("kv_lora_rank"),
+            **traits,
+        )
+        assert isinstance(found, cls)
+        return found
 
 
 class Attention(llama.Attention):
@@ -103,9 +121,14 @@ class Attention(llama.Attention):
         both = config.rank + config.rotary_dim
         self.kv_a_proj = Linear(weights / "kv_a_proj_with_mqa", hidden, both, bias=bias)
         self.kv_norm = RMSNorm(weights / "kv_a_layernorm", config.rank, _NORM_EPSILON)
-        expanded = heads * (config.head_dim - config.rotary_dim + config.value_dim)
-        self.kv_b_proj = Linear(weights / "kv_b_proj", config.rank, expanded, bias=False)
-        value = heads * config.value_dim
+        fixed, value = heads * (config.head_dim - config.rotary_dim), heads * config.value_dim
+        expanded = {"kv_b_proj": fixed + value}
+        if (weights / "k_b_proj").info("weight") is not None:  # GGUF files may have two
+            expanded = {"k_b_proj": fixed, "v_b_proj": value}
+        self.expand = [
+            Linear(weights / name, config.rank, width, bias=False)
+            for name, width in expanded.items()
+        ]
         self.o_proj = Linear(weights / "o_proj", value, hidden, bias=config.o_proj_bias)
 
     def forward(self, op: Op, x: ir.Value, state: PassState, layer: int) -> ir.Value:
@@ -116,10 +139,7 @@ class Attention(llama.Attention):
         q = split_heads(op, self.q_proj(op, rows), config.head_dim)
         q_fixed, q_rotary = _split(op, q, fixed, config.rotary_dim)
         latent, rotary = _split(op, self.kv_a_proj(op, x), config.rank, config.rotary_dim)
-        both = self.kv_b_proj(op, self.kv_norm(op, latent))
-        k_fixed, v = _split(
-            op, split_heads(op, both, fixed + config.value_dim), fixed, config.value_dim
-        )
+        k_fixed, v = self._expanded(op, self.kv_norm(op, latent), fixed)
         shared = split_heads(op, rotary, config.rotary_dim)  # among all heads
         k_rotary = op.Expand(shared, op.constant([1, 1, heads, 1]))
         queries, keys = (  # rotary dimensions first, as in other models
@@ -130,6 +150,14 @@ class Attention(llama.Attention):
         y = split_heads(op, state.attend(layer, queries, keys, values, heads), config.head_dim)
         bounds = (op.constant([at]) for at in (0, config.value_dim, -1))
         return self.o_proj(op, merge_heads(op, op.Slice(y, *bounds)))
+
+    def _expanded(self, op: Op, latent: ir.Value, fixed: int) -> tuple[ir.Value, ...]:
+        """Keys without rotary dimensions and values [1, S, heads, n] of latent [1, S, rank]."""
+        first, *others = (layer(op, latent) for layer in self.expand)
+        value_dim = self.latent.value_dim
+        if others:
+            return split_heads(op, first, fixed), split_heads(op, others[0], value_dim)
+        return _split(op, split_heads(op, first, fixed + value_dim), fixed, value_dim)
 
 
 def _split(op: Op, x: ir.Value, first: int, second: int) -> tuple[ir.Value, ...]:

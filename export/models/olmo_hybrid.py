@@ -12,7 +12,7 @@ from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import FULL, LINEAR, AttentionKind, read_layer_types
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import Rope, read_parameters, rope_of
-from edgellm.export.layers.delta import DeltaRule, DeltaSizes, typed
+from edgellm.export.layers.delta import DeltaRule, DeltaSizes
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.norm import RMSNorm
 from edgellm.export.models import llama, olmo2, qwen3_5_text
@@ -37,7 +37,6 @@ PUBLISHED = {
     "input_layernorm": "attention_layer_norm",
     "post_attention_layernorm": "feedforward_layer_norm",
 }
-CONVOLUTIONS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,20 +97,11 @@ def _read_rope(reader: ConfigReader, config: DecoderConfig) -> Rope | None:
 
 
 class OlmoDeltaRule(DeltaRule):
-    """The delta rule with stored convolutions for queries, keys and values each."""
+    """The delta rule with betas up to 2."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         super().__init__(config.delta, weights, ROWS)
         self.doubles_beta = config.doubles_beta
-
-    def taps(self, op: Op) -> ir.Value:
-        """Weight of the convolution [2 J dk + H dv, 1, window]."""
-        sizes = self.sizes
-        if self.weights.info("conv1d.weight") is not None:
-            return super().taps(op)
-        shape = (sizes.convolved, 1, sizes.window)
-        joined = self.weights.take_joined(CONVOLUTIONS, "conv1d.weight", shape, op.dtype)
-        return typed(op, joined)
 
     def beta(self, op: Op, b: ir.Value) -> ir.Value:
         """Shares of the memory that new values replace [1, S, H], up to 2."""

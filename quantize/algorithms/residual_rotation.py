@@ -32,7 +32,11 @@ _MIXERS = ("self_attn.", "mamba.", "conv.", "linear_attn.")  # modules after the
 # Linear layers whose outputs are added to the residual stream
 _WRITERS = ("o_proj", "out_proj", "down_proj", "w2", "output_linear", "fc2_latent_proj")
 _CHUNK = 4096  # rows at a time
-_INNER = ("q_b_proj", "kv_b_proj", "conv1d", "conv")  # their input is not the residual stream
+# Their input is not the residual stream
+_INNER = (
+    *("q_b_proj", "kv_b_proj", "f_b_proj", "g_b_proj"),
+    *("conv1d", "q_conv1d", "k_conv1d", "v_conv1d", "conv"),
+)
 _LATENT, _EXPERTS = "fc1_latent_proj.weight", ".experts."  # experts with latent inputs
 
 

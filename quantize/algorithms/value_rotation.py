@@ -29,7 +29,9 @@ def check_values(infos: Mapping[str, TensorInfo], layers: tuple[str, ...], famil
         family: of the model.
     """
     if not family.scales_values:
-        raise UnsupportedModelError("--rotate: a norm follows the model's v_proj", hint=_HINT)
+        raise UnsupportedModelError(
+            "--rotate: a norm or a convolution follows the model's v_proj", hint=_HINT
+        )
     for layer in layers:
         own = {
             name.removeprefix(layer): info.shape

@@ -15,6 +15,7 @@ import torch
 
 from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.config.decoder import DecoderConfig
+from edgellm.export.layers.delta import CONVOLUTIONS
 from edgellm.export.models import (
     cohere2,
     falcon_h1,
@@ -26,6 +27,13 @@ from edgellm.export.models import (
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj")
+_LATENT = {
+    "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+    "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+}
+# Of Kimi Linear: its gate of decay, and parts of its mixtures
+_FORGETS = ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias")
+_MIXTURE = ("experts", "gate", "shared_experts")
 # Config keys with an entry for each layer
 _OF_LAYERS = (
     "layer_types",
@@ -95,12 +103,15 @@ class Family:
     floats: tuple[str, ...] = ()  # float matrices: decay of states
     # Tensors of checkpoints that are joined along the first axis, by transformers' name
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    scales_values: bool = True  # whether v_proj may be scaled: no norm follows it
+    scales_values: bool = True  # whether v_proj may be scaled: no norm or convolution follows it
 
     def attention_of(self, names: Iterable[str]) -> str:
         """Return the attention module of a layer with these tensors; "": none."""
+        own = [name for name in names if name.startswith(f"{self.attends}.")]
+        if any(name.endswith(".A_log") for name in own):  # a state instead of a KV cache
+            return ""
         queries = f"{self.attends}.q"
-        return self.attends if any(name.startswith(queries) for name in names) else ""
+        return self.attends if any(name.startswith(queries) for name in own) else ""
 
     def canonical(self, name: str) -> str:
         """Return transformers' name of a layer's tensor."""
@@ -243,6 +254,27 @@ FAMILIES = {
     ),
     "internlm3": _BEFORE,
     "hunyuan_v1_dense": _BEFORE,
+    "kimi_linear": Family(
+        readers={"post_attention_layernorm": _GATED, **_LATENT},
+        floats=(
+            *(f"self_attn.forget_gate.f_{part}_proj" for part in "ab"),
+            "self_attn.b_proj",
+        ),
+        stored={
+            **{f"self_attn.forget_gate.{name}": f"self_attn.{name}" for name in _FORGETS},
+            **{f"mlp.{name}.": f"block_sparse_moe.{name}." for name in _MIXTURE},
+        },
+        joined={
+            "self_attn.conv1d.weight": tuple(f"self_attn.{name}" for name in CONVOLUTIONS),
+            # Only transformers saves dense networks so
+            **{
+                f"mlp.{part}_proj.weight": (f"block_sparse_moe.{part}_proj.weight",)
+                for part in ("gate", "up", "down")
+            },
+        },
+        experts=Experts(parts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+        scales_values=False,
+    ),
     "laguna": replace(
         _MIXED,
         readers={**_MIXED.readers, "input_layernorm": (*_QKV, "self_attn.g_proj")},
@@ -267,8 +299,7 @@ FAMILIES = {
     "minicpm3": Family(
         readers={
             "input_layernorm": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-            "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
-            "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+            **_LATENT,
             "post_attention_layernorm": _GATED,
         },
         neutral={"scale_emb": 1},
@@ -299,11 +330,7 @@ FAMILIES = {
         readers={},  # norms precede the networks of some layers only
         floats=("linear_attn.a_proj", "linear_attn.b_proj"),
         stored={f"{name}.": f"{published}." for name, published in olmo_hybrid.PUBLISHED.items()},
-        joined={
-            "linear_attn.conv1d.weight": tuple(
-                f"linear_attn.{name}" for name in olmo_hybrid.CONVOLUTIONS
-            )
-        },
+        joined={"linear_attn.conv1d.weight": tuple(f"linear_attn.{name}" for name in CONVOLUTIONS)},
     ),
     "olmoe": _MIXED,
     "phi3": Family(

@@ -41,7 +41,8 @@ KINDS |= dict.fromkeys(("ssm_in", "ssm_ba", "ssm_alpha", "attn_gate", "in_proj")
 KINDS |= dict.fromkeys(("ssm_out", "ssm_beta", "out_proj", "ffn_latent_up"), "Q8_0")
 KINDS |= dict.fromkeys(("ffn_latent_down", "ffn_up_shexp", "ffn_down_shexp"), "Q5_1")
 KINDS |= {"ffn_gate_shexp": "Q4_1", "attn_q_a": "Q4_0", "attn_q_b": "Q8_0"}
-KINDS |= {"attn_kv_a_mqa": "Q5_1", "attn_kv_b": "Q4_1"}
+KINDS |= {"attn_kv_a_mqa": "Q5_1", "attn_kv_b": "Q4_1", "attn_k_b": "Q8_0", "attn_v_b": "Q4_0"}
+KINDS |= {"ssm_f_a": "Q8_0", "ssm_f_b": "Q4_0", "ssm_g_a": "Q5_0", "ssm_g_b": "Q4_1"}
 # As Q4_K_M has them.
 K_KINDS = dict.fromkeys(KINDS, "Q4_K") | {"attn_v": "Q6_K", "ffn_down_exps": "Q6_K"}
 MXFP4 = {**KINDS, **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"), "MXFP4")}
@@ -49,6 +50,8 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 2
         "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}  # fmt: skip
 EVEN = {
     "linear_value_head_dim": 32,
+    "linear_head_dim": 32,
+    "qk_nope_head_dim": 32,
     "intermediate_size": 96,
     "shared_intermediate_size": 96,
     "moe_intermediate_size": 64,
@@ -81,6 +84,7 @@ FILES = {
     "granitemoe": ("granitemoe_shared", EVEN, KINDS),
     "ernie4_5-moe": ("ernie4_5-moe", {**EVEN, "intermediate_size": 256}, KINDS),
     "mixtral": ("mixtral", EVEN, KINDS),
+    "kimi-linear": ("kimi-linear", EVEN, KINDS),
 }  # fmt: skip
 
 

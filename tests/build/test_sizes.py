@@ -105,10 +105,26 @@ HEADS = {
     ),
     "24, and 512 of global layers": ("gemma4_text", {"head_dim": 24, "global_head_dim": 512}),
     "120 of a hybrid": ("falcon_h1", {"head_dim": 120}),
+    "keys, values and states of three sizes": (
+        "kimi_linear",
+        {
+            "qk_nope_head_dim": 20,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "linear_head_dim": 20,
+            "mlp_layer_types": ["dense"] * 3,  # rounding takes other experts
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+_OF_NIGHTS = {"keys, values and states of three sizes"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in _OF_NIGHTS)) for name in HEADS],
+)
 def test_attention_heads_of_any_size_equal_the_portable_graph(tmp_path, name):
     kind, changes = HEADS[name]
     bundle, (ids, tree) = _export(tmp_path, kind, **changes), _text()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -121,6 +122,20 @@ _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings":
         ("granite_swa", {"layer_rope_theta": [0, "1", 5, 5]}, "layer_rope_theta has '1'"),
         ("granitemoe_swa", {"shared_intermediate_size": -1}, "shared_intermediate_size = -1"),
         ("olmo_hybrid", {"layer_types": ["linear_attention"] * 3}, "no layer attends"),
+        ("kimi_linear", {"mla_use_nope": False}, r"mla_use_nope = False is not supported"),
+        ("kimi_linear", {"num_expert_group": 2}, r"n_group = 2 is not supported \(only 1\)"),
+        ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported"),
+        ("kimi_linear", {"linear_attn_config": {"gate": 1}}, "linear_attn_config has gate"),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": "1"}}, "linear_head_dim should be int"),
+        ("kimi_linear", {"linear_conv_kernel_dim": 1}, "linear attention of"),
+        (
+            "kimi_linear",
+            {
+                "layer_types": None,
+                "linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 2]},
+            },
+            "linear_attn_config does not list each layer once",
+        ),
         ("bamba", {"attn_layer_indices": [3]}, "attn_layer_indices names no layer"),
         ("bamba", {"partial_rotary_factor": 1.0}, r"not supported \(only 0.5\)"),
         ("internlm3", {"mlp_bias": False}, "qkv_bias = True and bias = False"),
@@ -138,6 +153,34 @@ def test_wrong_keys_of_other_families_stop_the_export(model_type, changes, messa
     architecture = models.find(model_type)
     with pytest.raises(UnsupportedModelError, match=message):
         architecture.Config.from_hf(ConfigReader({**architecture.TINY, **changes}))
+
+
+def test_published_keys_of_kimi_linear_win():
+    """Which list layers from 1 on."""
+    architecture = models.find("kimi_linear")
+    left = {"layer_types", "linear_num_heads", "linear_head_dim", "num_local_experts"}
+    config = {key: value for key, value in architecture.TINY.items() if key not in left}
+    lists = {"full_attn_layers": [2], "kda_layers": [1, 3]}
+    own = {"num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, **lists}
+    published = {
+        "linear_attn_config": own,
+        "num_experts": 6,
+        "num_experts_per_token": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "moe_router_activation_func": "sigmoid",
+        "mla_use_nope": True,
+        "head_dim": 16,  # of another use than in other families
+        "rope_theta": 10000.0,
+        "model_max_length": 128,
+    }
+    reader = ConfigReader({**config, **published, "max_position_embeddings": 7})
+    found = architecture.Config.from_hf(reader)
+    reader.finish()
+    expected = architecture.Config.from_hf(ConfigReader(architecture.TINY))
+    assert [kind is None for kind in found.kinds] == [True, False, True]
+    kinds = {"layer_kinds": ()}  # each is equal to itself only
+    assert replace(found, **kinds) == replace(expected, **kinds)
 
 
 def test_an_original_length_outside_does_not_reach_ropes_by_layer_type():

@@ -27,7 +27,7 @@ from edgellm.export import models
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
-from edgellm.export.pipeline.verify import verify_bundle
+from edgellm.export.pipeline.verify import run_portable, verify_bundle
 
 TOLERANCE = 2e-4
 IDS = np.random.default_rng(1).integers(9, 96, 30)
@@ -260,3 +260,24 @@ def test_experts_with_different_quantization_are_rejected(layout, message, qwen,
     write_checkpoint(qwen, tmp_path / "checkpoint", LAYOUTS[layout])
     with pytest.raises(UnsupportedModelError, match=message):
         export(tmp_path / "checkpoint", tmp_path / "bundle")
+
+
+def test_biases_of_experts_keep_float32(tmp_path):
+    """A bundle in fp16 has them as stored; the next number after 2000 is 2001 there."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = make_checkpoint(tmp_path / "c", **models.find("kimi_linear").TINY)
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, bias in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = 2000 + 0.15 * np.arange(len(bias), dtype=np.float32)
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(IDS)[None]).logits[0].numpy()
+    bundle = tmp_path / "bundle"
+    manifest = export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp16"))
+    found = run_portable(bundle, manifest, IDS, 20)
+    far = np.abs(found - expected).max(-1) / np.abs(expected).max()
+    assert np.quantile(far, 0.8) < 0.02  # a near tie of shares may fall the other way

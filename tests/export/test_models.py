@@ -102,6 +102,16 @@ VARIANTS = {
         layer_rope_theta=[500, 500, 0],
         rope_parameters={"rope_type": "linear", "rope_theta": 500, "factor": 2.0},
     ),
+    # All kinds of kernels compute it, since it has no experts.
+    "kimi_linear_dense": _tiny(
+        "kimi_linear",
+        q_lora_rank=24,
+        attention_bias=True,
+        mlp_layer_types=["dense"] * 3,
+        linear_num_heads=3,
+        linear_head_dim=20,
+        linear_conv_kernel_dim=3,
+    ),
     "granitemoe_untied": _tiny("granitemoe", tie_word_embeddings=False, attention_bias=True),
     "qwen2_moe_gelu": _tiny("qwen2_moe", hidden_act="gelu_pytorch_tanh"),
     "qwen3_biases": _tiny("qwen3", attention_bias=True, tie_word_embeddings=False),

@@ -1,7 +1,7 @@
 """GGUF files of tiny hybrids, as llama.cpp's converters write them from a checkpoint's own files.
 
-Sources: llama.cpp's `conversion/*.py` (base, qwen; `gguf_mamba` has others); names by the package
-gguf.
+Sources: llama.cpp's `conversion/*.py` (base, qwen, kimi_linear; `gguf_mamba` has others); names by
+the package gguf.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ HYBRIDS: dict[str, tuple[str, Facts]] = {
         ),
     ),
     "lfm2moe": ("lfm2moe", _tiny("lfm2_moe")),
+    "kimi-linear": ("kimi-linear", _tiny("kimi_linear", linear_num_heads=6)),
 }
 
 
@@ -275,6 +276,52 @@ def _qwen35(name: str, array: np.ndarray, config: Facts) -> Tensors:
     yield from delta(name, array)
 
 
+# Kimi Linear.
+
+
+def _kimi_facts(config: Facts) -> Facts:
+    rotary_dim, types = config["qk_rope_head_dim"], config["layer_types"]
+    return {
+        "context_length": config["model_max_length"],
+        "vocab_size": config["vocab_size"],
+        "rope.freq_base": 10000.0,  # as published, though no layer has RoPE
+        "rope.dimension_count": rotary_dim,
+        "attention.head_count_kv": [int(kind == "full_attention") for kind in types],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": config["kv_lora_rank"],
+        "attention.key_length": config["kv_lora_rank"] + rotary_dim,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotary_dim,
+        "attention.value_length_mla": config["v_head_dim"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "kda.head_dim": config["linear_head_dim"],
+        "expert_used_count": config["num_experts_per_token"],
+        "expert_gating_func": 2,
+        "expert_group_used_count": config["topk_group"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
+    }
+
+
+def _kimi(name: str, array: np.ndarray, config: Facts) -> Tensors:
+    kind = name.rpartition(".")[0].rpartition(".")[2]
+    if kind.endswith("_conv1d"):
+        array = array.reshape(1, len(array), 1, -1)
+    elif name.endswith(".A_log"):
+        array = -np.exp(array)
+    elif name.endswith(".dt_bias"):
+        name = name.replace(".dt_bias", ".dt_proj.bias")
+    elif kind == "kv_b_proj":
+        heads, fixed = config["num_key_value_heads"], config["qk_nope_head_dim"]
+        apart = array.reshape(heads, -1, array.shape[-1])
+        yield name.replace("kv_b", "k_b"), apart[:, :fixed].swapaxes(1, 2)
+        yield name.replace("kv_b", "v_b"), apart[:, fixed:]
+        return
+    # Published checkpoints have such names of dense layers, but transformers saves others.
+    yield re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name), array
+
+
 _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
     **gguf_text.FACTS,
     "qwen3next": _delta_facts,
@@ -287,6 +334,7 @@ _OWN_FACTS: dict[str, Callable[[Facts], Facts]] = {
     "nemotron_h_moe": gguf_mamba.nemotron_facts,
     "lfm2": gguf_mamba.lfm2_facts,
     "lfm2moe": gguf_mamba.lfm2_facts,
+    "kimi-linear": _kimi_facts,
 }
 CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     **gguf_text.CONVERT,
@@ -300,4 +348,5 @@ CONVERT: dict[str, Callable[[str, np.ndarray, Facts], Tensors]] = {
     "nemotron_h_moe": gguf_mamba.nemotron,
     "lfm2": gguf_mamba.lfm2,
     "lfm2moe": gguf_mamba.lfm2,
+    "kimi-linear": _kimi,
 }

@@ -21,6 +21,7 @@ SIZES = dict.fromkeys(
     ("intermediate_size", "shared_intermediate_size", "moe_intermediate_size",
      "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 96
 )  # fmt: skip
+SIZES["linear_head_dim"] = 32  # the inner size of low-rank gates, too
 _TYPES = {
     "F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "U8": np.uint8,
     "I8": np.int8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "I64": np.int64, "BOOL": np.bool_,

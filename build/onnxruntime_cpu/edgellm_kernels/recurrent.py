@@ -11,6 +11,7 @@ from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_io import STATE
 from edgellm.core.onnx_functions import (
+    CHANNEL_DELTA_RULE,
     CONVOLUTION,
     DECAYING_RULE,
     DELTA_RULE,
@@ -18,7 +19,7 @@ from edgellm.core.onnx_functions import (
 )
 from edgellm.device_runtime.kernels.library import DOMAIN
 
-_RULES = DELTA_RULE, DECAYING_RULE, DELTA_UPDATE
+_RULES = DELTA_RULE, CHANNEL_DELTA_RULE, DECAYING_RULE, DELTA_UPDATE
 _STATES = "states"  # symbol of their number
 
 

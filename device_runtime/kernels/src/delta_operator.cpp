@@ -48,9 +48,10 @@ struct Places {
   }
 };
 
-// What both operators read: k [1, S, J * dk], g [1, S, H] and states [B, H, dk, dv].
+// What both operators read: k [1, S, J * dk], g [1, S, H * C] and states [B, H, dk, dv]. C is 1, or dk for a decay of
+// each channel.
 struct Heads {
-  int64_t rows, heads, keys, values, key_heads;
+  int64_t rows, heads, keys, values, key_heads, decays;
   const float *k, *g;
 
   Heads(const Tensor& k, const Tensor& g, const Tensor& state) : k(k.as<float>()), g(g.as<float>()) {
@@ -60,24 +61,34 @@ struct Heads {
     key_heads = keys ? k.dims[2] / keys : 0;
     require(key_heads && heads % key_heads == 0 && key_heads * keys == k.dims[2],
             "GatedDelta: heads do not share keys evenly");
-    require(g.count() == rows * heads, "GatedDelta: g is not [1, S, H]");
+    decays = g.dims.size() == 3 && g.dims[2] == heads * keys ? keys : 1;
+    require(g.count() == rows * heads * decays, "GatedDelta: g is not [1, S, H] or [1, S, H * dk]");
   }
 
   int64_t matrix() const { return keys * values; }
   int64_t key_at(int64_t row, int64_t head) const { return row * key_heads * keys + head / (heads / key_heads) * keys; }
   int64_t value_at(int64_t row, int64_t head) const { return (row * heads + head) * values; }
 
-  DeltaRow row(int64_t row, int64_t head) const {
+  bool by_channel() const { return decays > 1; }
+
+  // `work` is [2, dk]: the decays of channels, and the decayed key.
+  DeltaRow row(int64_t row, int64_t head, float* work) const {
     DeltaRow found{};
     found.keys = keys, found.values = values;
     found.k = k + key_at(row, head);
-    found.decay = std::exp(g[row * heads + head]);
+    const float* const logarithms = g + (row * heads + head) * decays;
+    if (by_channel()) {
+      kernels().delta_decays(logarithms, found.k, keys, work, work + keys);
+      found.decays = work, found.decay = 1;
+    } else {
+      found.decay = std::exp(*logarithms);
+    }
     return found;
   }
 };
 
-// Inputs: q, k [1, S, J * dk], v [1, S, H * dv], g, b [1, S, H], states [B, H, dk, dv], parents int64 [S]: a row
-// before, or -1 - n for state n.
+// Inputs: q, k [1, S, J * dk], v [1, S, H * dv], g [1, S, H * C], b [1, S, H], states [B, H, dk, dv], parents int64 [S]:
+// a row before, or -1 - n for state n.
 // Outputs: y and d [1, S, H * dv]; without b there is no d, but v takes its place.
 struct GatedDelta {
   static constexpr const char* kName = "GatedDelta";
@@ -93,7 +104,8 @@ struct GatedDelta {
                  g = ort::input(context, 3), b = ort::input(context, 4), state = ort::input(context, 5),
                  parents = ort::input(context, 6);
     const Heads heads(k, g, state);
-    require(q.dims == k.dims && (!b || b.dims == g.dims), "GatedDelta: q is not shaped like k, or b like g");
+    require(q.dims == k.dims && (!b || b.count() == heads.rows * heads.heads),
+            "GatedDelta: q is not shaped like k, or b not [1, S, H]");
     require(v.count() == heads.rows * heads.heads * heads.values, "GatedDelta: v is not [1, S, H * dv]");
     const Tensor y = ort::output(context, 0, v.dims), found = ort::output(context, 1, v.dims);
     require(bool(b) == bool(found), "GatedDelta: rates and deltas go together");
@@ -101,10 +113,11 @@ struct GatedDelta {
     const Places places(read_parents(parents, heads.rows, state.dims[0]), heads.rows);
     ort::parallel(context, heads.heads, [&](int64_t head) {
       float* const matrices = static_cast<float*>(ort::scratch(places.count * heads.matrix() * sizeof(float)));
+      float* const work = static_cast<float*>(ort::scratch<1>(2 * heads.keys * sizeof(float)));
       const auto at = [&](int64_t place) { return matrices + place * heads.matrix(); };
       for (int64_t row = 0; row < heads.rows; row++) {
         const Places::Row place = places.rows[row];
-        DeltaRow one = heads.row(row, head);
+        DeltaRow one = heads.row(row, head, work);
         const int64_t of_state = (-1 - place.from) * heads.heads + head;
         one.from = place.from < 0 ? state.as<float>() + of_state * heads.matrix() : at(place.from);
         one.to = at(place.to);
@@ -114,7 +127,9 @@ struct GatedDelta {
         one.y = y.as<float>() + heads.value_at(row, head);
         if (b) {
           one.rate = b.as<float>()[row * heads.heads + head];
-          kernels().delta_recall(one);
+          DeltaRow recalled = one;
+          if (heads.by_channel()) recalled.k = work + heads.keys;
+          kernels().delta_recall(recalled);
         }
         kernels().delta_update(one);
       }
@@ -123,7 +138,7 @@ struct GatedDelta {
 };
 
 // The state behind rows one after the other. Inputs: state [1, H, dk, dv], k [1, M, J * dk], d [1, M, H * dv],
-// g [1, M, H]. Output: [1, H, dk, dv].
+// g [1, M, H * C]. Output: [1, H, dk, dv].
 struct GatedDeltaUpdate {
   static constexpr const char* kName = "GatedDeltaUpdate";
   static constexpr ort::ElementType kInputs[] = {ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
@@ -142,9 +157,10 @@ struct GatedDeltaUpdate {
     ort::parallel(context, heads.heads, [&](int64_t head) {
       const float* from = state.as<float>() + head * heads.matrix();
       float* const to = next.as<float>() + head * heads.matrix();
+      float* const work = static_cast<float*>(ort::scratch(2 * heads.keys * sizeof(float)));
       if (!heads.rows) std::copy(from, from + heads.matrix(), to);
       for (int64_t row = 0; row < heads.rows; row++, from = to) {
-        DeltaRow one = heads.row(row, head);
+        DeltaRow one = heads.row(row, head, work);
         one.from = from;
         one.to = to;
         one.delta = d.as<float>() + heads.value_at(row, head);

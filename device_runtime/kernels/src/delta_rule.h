@@ -7,7 +7,16 @@
 namespace edgellm {
 namespace {
 
-// d = rate * (v - decay * N^T k).
+template <class Isa>
+void delta_decays(const float* g, const float* k, int64_t keys, float* decays, float* decayed) {
+  for (int64_t i = 0; i < keys; i += kStrip) {
+    const F<Isa> decay = exp<Isa>(load_up_to<Isa>(g + i, keys - i));
+    store_up_to<Isa>(decays + i, decay, keys - i);
+    store_up_to<Isa>(decayed + i, Isa::mul(load_up_to<Isa>(k + i, keys - i), decay), keys - i);
+  }
+}
+
+// d = rate * (v - decay * N^T k); with a decay of each channel, k is decayed and `decay` is 1.
 template <class Isa>
 void delta_recall(const DeltaRow& r) {
   int64_t j = 0;
@@ -25,15 +34,15 @@ void delta_recall(const DeltaRow& r) {
   }
 }
 
-// M = decay * N + k d^T, and y = M^T q if there is a q; M may be N.
-template <class Isa>
-void delta_update(const DeltaRow& r) {
+template <class Isa, bool kByChannel>
+void update_matrix(const DeltaRow& r) {
+  const auto decay = [&r](int64_t i) { return kByChannel ? r.decays[i] : r.decay; };
   int64_t j = 0;
   for (; j + kStrip <= r.values; j += kStrip) {
     const F<Isa> delta = Isa::load(r.delta + j);
     F<Isa> y = Isa::set(0);
     for (int64_t i = 0; i < r.keys; i++) {
-      const F<Isa> kept = Isa::mul(Isa::set(r.decay), Isa::load(r.from + i * r.values + j));
+      const F<Isa> kept = Isa::mul(Isa::set(decay(i)), Isa::load(r.from + i * r.values + j));
       const F<Isa> next = Isa::fma(Isa::set(r.k[i]), delta, kept);
       Isa::store(r.to + i * r.values + j, next);
       if (r.q) y = Isa::fma(Isa::set(r.q[i]), next, y);
@@ -43,12 +52,18 @@ void delta_update(const DeltaRow& r) {
   for (; j < r.values; j++) {
     float y = 0;
     for (int64_t i = 0; i < r.keys; i++) {
-      const float next = __builtin_fmaf(r.k[i], r.delta[j], r.decay * r.from[i * r.values + j]);
+      const float next = __builtin_fmaf(r.k[i], r.delta[j], decay(i) * r.from[i * r.values + j]);
       r.to[i * r.values + j] = next;
       if (r.q) y = __builtin_fmaf(r.q[i], next, y);
     }
     if (r.q) r.y[j] = y;
   }
+}
+
+// M = decay * N + k d^T, and y = M^T q if there is a q; M may be N.
+template <class Isa>
+void delta_update(const DeltaRow& r) {
+  r.decays ? update_matrix<Isa, true>(r) : update_matrix<Isa, false>(r);
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ constexpr Kernels make_kernels(const char* name) {
   made.attend_rows = attend_rows<Isa>;
   made.merge = merge<Isa>;
   made.max_and_logsumexp = max_and_logsumexp<Isa>;
+  made.delta_decays = delta_decays<Isa>;
   made.delta_recall = delta_recall<Isa>;
   made.delta_update = delta_update<Isa>;
   made.lora_down = lora_down<Isa>;

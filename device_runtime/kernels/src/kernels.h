@@ -263,6 +263,7 @@ struct DeltaRow {
   float* to;  // M
   const float *q, *k;  // [keys]; without q nothing is read
   const float* v;  // [values]
+  const float* decays;  // [keys], of each channel; nullptr: `decay` is that of all
   float decay, rate;
   float *delta, *y;  // [values]
 };
@@ -276,6 +277,8 @@ struct Kernels {
   void (*attend_rows)(const Attention&, int64_t kv_head, int64_t first_row, int64_t last_row, float* work);
   void (*merge)(const Attention&, int64_t row);
   SegmentMax (*max_and_logsumexp)(const float* logits, int64_t count, bool with_sum);
+  // exp(g), and k times it, of each channel.
+  void (*delta_decays)(const float* g, const float* k, int64_t keys, float* decays, float* decayed);
   void (*delta_recall)(const DeltaRow&);
   void (*delta_update)(const DeltaRow&);
   void (*lora_down)(const LowRank&, const float* x, int64_t first, int64_t last, float* inner);  // of [rank]

@@ -148,7 +148,7 @@ _BEFORE_AND_AFTER = {
     "post_ffw_norm": "post_mlp_layernorm",
     "ffn_up": "mlp.gate_up_proj",
 }
-_LATENT = {
+LATENT = {
     **{f"attn_q_{part}": f"self_attn.q_{part}_proj" for part in "ab"},
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
@@ -180,5 +180,5 @@ DENSE: Mapping[str, Family] = {
         tensors={f"xielu.{name}": f"mlp.act_fn.{name}" for name in _XIELU},
         numbers={f"xielu.{name}": shape for name, shape in _XIELU.items()},
     ),
-    "minicpm3": Family(read=_minicpm3, names=_LATENT, turns_in_part=True),
+    "minicpm3": Family(read=_minicpm3, names=LATENT, turns_in_part=True),
 }

@@ -151,7 +151,10 @@ class Family:
     orders: Callable[[Mapping[str, Any]], Orders] = as_stored
     norm_shift: float = 0.0  # added to the weights of norms
     epsilon: str = "attention.layer_norm_rms_epsilon"
+    # Names of tensors whose last two axes converters swapped
+    swapped: frozenset[str] = frozenset()
     turns_in_part: bool = False
+    is_latent: bool = False  # keys and values of files are those of latent vectors
     has_experts: bool = False
     is_causal: bool = True  # False: an encoder of texts
     ranks: bool = False  # an encoder with a classification head of one label

@@ -45,7 +45,8 @@ def read_config(facts: Facts) -> Config:
     """
     heads, hidden = facts.get("attention.head_count"), facts.get("embedding_length")
     head_dim = facts.get("attention.key_length", hidden // heads)
-    facts.expect("attention.value_length", head_dim)
+    if not facts.family.is_latent:
+        facts.expect("attention.value_length", head_dim)
     inner = facts.get("feed_forward_length", None)
     if not facts.family.has_experts:
         facts.expect("expert_count", 0)

@@ -39,6 +39,7 @@ from edgellm.export.checkpoints.weights import as_bytes
 _ROPES = ("rope_freqs", "rope_factors_")
 # Stored types that a bundle has, too, as safetensors spell them.
 _PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_NUMPY = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}  # to move values of
 _DAMAGED = (ValueError, IndexError, KeyError, TypeError, AttributeError, ZeroDivisionError)
 _LAYER, _FILE_NAME = re.compile(r"blk\.(\d+)\.(.+)"), re.compile(r"^blk\.\d+\.|\.(weight|bias)$")
 _POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last"}  # by llama.cpp's enum
@@ -86,9 +87,10 @@ class GGUFTensors:
             for part in _apart(tensor, family)
         }
         self._orders, self._shift = family.orders(config), family.norm_shift
+        self._swapped = family.swapped
         kept = (*FORMS, MXFP4) if keeps_blocks else ()
         self._infos = {
-            name: TensorInfo(self._dtype(tensor, kept), _own_shape(name, tensor.shape))
+            name: TensorInfo(self._dtype(tensor, kept), self._shape(name, tensor))
             for name, tensor in self._tensors.items()
         }
         self._input_orders = {
@@ -114,13 +116,22 @@ class GGUFTensors:
         order = None if find is None else find()
         row_bytes = max(4 * math.prod(tensor.shape) // max(rows, 1), 1)  # of float32
         step = max(CHUNK_BYTES // row_bytes, 1)
+        if _stem(tensor) in self._swapped:
+            step = tensor.shape[-2]  # a whole matrix
         for begin in range(0, rows, step):
             taken = slice(begin, begin + step)
             piece = tensor.data[taken if order is None else order[taken]]
             yield as_bytes(self._values(tensor, dtype, piece) if dtype in _PLAIN else piece)
 
+    def _shape(self, name: str, tensor: GGUFTensor) -> tuple[int, ...]:
+        *outer, rows, columns = (1, *tensor.shape)
+        is_swapped = _stem(tensor) in self._swapped
+        return _own_shape(name, (*outer[1:], columns, rows) if is_swapped else tensor.shape)
+
     def _dtype(self, tensor: GGUFTensor, kept: tuple[str, ...]) -> str:
-        if self._is_changed(tensor):
+        if self._is_changed(tensor) or (
+            _stem(tensor) in self._swapped and tensor.kind not in _PLAIN
+        ):
             return "F32"
         return tensor.kind if tensor.kind in kept else _PLAIN.get(tensor.kind, "F32")
 
@@ -137,7 +148,9 @@ class GGUFTensors:
         if dtype != tensor.kind:
             values = decoded(rows, tensor.kind)
         if (find := self._orders.columns.get(_stem(tensor))) is not None:
-            values = values.view(np.uint32 if dtype == "F32" else np.uint16)[:, find()]
+            values = values.view(_NUMPY[dtype])[:, find()]
+        if _stem(tensor) in self._swapped:
+            return values.view(_NUMPY[dtype]).T
         if not self._is_changed(tensor):
             return values
         floats = values.view(np.float32)
@@ -185,8 +198,10 @@ def _stem(tensor: GGUFTensor) -> str:
 
 def _own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Hugging Face's shape, which differs for tensors of width 1."""
-    if name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
-        return (shape[0], 1, shape[1])
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        return (math.prod(shape[:-1]), 1, shape[-1])
+    if name.endswith(("k_b_proj.weight", "v_b_proj.weight")) and len(shape) == 3:
+        return (shape[0] * shape[1], shape[2])  # of all heads
     if name.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")) and (
         len(shape) == 1
     ):

@@ -1,7 +1,8 @@
 """GGUF files of models with recurrent layers: config keys, and reverted changes of converters.
 
-Sources: llama.cpp's `conversion/*.py` (qwen, mamba, granite, falcon_h1, nemotron, lfm2) and
-`src/models/*.cpp` (qwen35, qwen3next, granite-hybrid, falcon-h1, nemotron-h, lfm2moe).
+Sources: llama.cpp's `conversion/*.py` (qwen, mamba, granite, falcon_h1, nemotron, lfm2,
+kimi_linear) and `src/models/*.cpp` (qwen35, qwen3next, granite-hybrid, falcon-h1, nemotron-h,
+lfm2moe, kimi-linear).
 
 All have A = -exp(A_log) as `ssm_a`, convolutions without their middle axis, and `dt_bias` as the
 bias of `ssm_dt`; Mamba 2 has A and D as columns and its norm as [groups, size].
@@ -15,6 +16,8 @@ bias of `ssm_dt`; Mamba 2 has A and D as columns and its norm as [groups, size].
 * Falcon-H1: all factors are part of the weights. Where the head is the embedding, that of the
   logits is lost.
 * Nemotron-H: adjacent pairs too, without RoPE.
+* Kimi Linear: `kv_b_proj` as two tensors of all heads, that of keys with swapped axes (older files:
+  one tensor, as Hugging Face); sizes of heads are those of latent vectors.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from edgellm.core.errors import UnsupportedModelError
+from edgellm.export.checkpoints.gguf.dense import LATENT
 from edgellm.export.checkpoints.gguf.facts import Config, Facts, Family, experts, three_axes
 from edgellm.export.checkpoints.gguf.permutations import interleaved, tiled
 from edgellm.export.config.layer_types import CONV, EXPERTS, FULL, LINEAR, NETWORK
@@ -252,6 +256,37 @@ def _lfm2moe(facts: Facts) -> Config:
     }
 
 
+def _kimi_linear(facts: Facts) -> Config:
+    facts.expect("expert_gating_func", _SIGMOID)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        facts.expect(key, 1)
+    facts.skip("attention.value_length")  # of no tensor
+    rotary_dim = facts.get("rope.dimension_count")
+    dense = facts.get("leading_dense_block_count", 0)
+    layers = range(facts.get("block_count"))
+    return {
+        "model_type": "kimi_linear",
+        "num_key_value_heads": facts.get("attention.head_count"),
+        "head_dim": None,
+        "rope_parameters": None,
+        "layer_types": [FULL if count else LINEAR for count in _kv_heads(facts)],
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in layers],
+        "q_lora_rank": facts.get("attention.q_lora_rank", None),
+        "kv_lora_rank": facts.get("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary_dim,
+        "qk_nope_head_dim": facts.get("attention.key_length_mla") - rotary_dim,
+        "v_head_dim": facts.get("attention.value_length_mla"),
+        "attention_bias": facts.has("attn_kv_a_mqa.bias"),
+        "linear_num_heads": facts.get("attention.head_count"),  # llama.cpp's
+        "linear_head_dim": facts.get("kda.head_dim"),
+        "linear_conv_kernel_dim": facts.get("ssm.conv_kernel"),
+        "n_shared_experts": facts.get("expert_shared_count"),
+        "norm_topk_prob": True,  # llama.cpp's
+        "routed_scaling_factor": facts.number("expert_weights_scale", 0.0) or 1.0,
+        **experts(facts, "num_local_experts", "moe_intermediate_size"),
+    }
+
+
 def _states(prefix: str) -> dict[str, str]:
     """Tensors of a recurrent layer that belong to no module."""
     own = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
@@ -328,6 +363,21 @@ _LFM2 = {
     "ffn_gate_inp": "feed_forward.gate",
     **{f"ffn_{part}_exps": f"feed_forward.experts.{part}_proj" for part in ("gate", "up", "down")},
 }
+_KIMI_LINEAR = {
+    **LATENT,
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},
+    **{f"ssm_{kind}_{part}": f"self_attn.{kind}_{part}_proj" for kind in "fg" for part in "ab"},
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    **{
+        f"ffn_{part}_{kind}": f"block_sparse_moe.{module}.{part}_proj"
+        for part in ("gate", "up", "down")
+        for kind, module in (("exps", "experts"), ("shexp", "shared_experts"))
+    },
+}
 _BAMBA = Family(
     read=_bamba,
     names=_FALCON_H1,
@@ -388,6 +438,16 @@ HYBRIDS: Mapping[str, Family] = {
         tensors=_states("mixer") | {"exp_probs_b.bias": "mixer.gate.e_score_correction_bias"},
         orders=interleaved,
         turns_in_part=True,
+        has_experts=True,
+    ),
+    "kimi-linear": Family(
+        read=_kimi_linear,
+        names=_KIMI_LINEAR,
+        tensors=_states("self_attn")
+        | {"exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias"},
+        swapped=frozenset({"attn_k_b"}),
+        turns_in_part=True,
+        is_latent=True,
         has_experts=True,
     ),
     "lfm2": Family(read=_lfm2, names=_LFM2),

@@ -19,7 +19,12 @@ from tokenizers.models import BPE, Unigram, WordPiece
 from tokenizers.processors import TemplateProcessing
 
 from edgellm.core.errors import UnsupportedModelError
-from edgellm.export.checkpoints.tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from edgellm.export.checkpoints.tokenizer import (
+    CHAT_TEMPLATE,
+    KIMI_WORDS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 
 _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 3, 4, 5, 6  # values of tokenizer.ggml.token_type
 _SPACE, _CONTINUING = "▁", "##"  # before pieces that begin a word; before others in WordPiece
@@ -47,6 +52,7 @@ _PATTERNS = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "kimi-k2": KIMI_WORDS,
     "qwen35": _QWEN35,
     "tekken": _TEKKEN,
     "seed-coder": _SEED,

@@ -214,6 +214,37 @@ void test_max_and_logsumexp(const Sets& sets, Faults& faults) {
   }
 }
 
+void test_delta_rule(const Sets& sets, Faults& faults) {
+  for (int trial = 0; trial < 20; trial++) {
+    const int64_t keys = 1 + below(70), values = 1 + below(70);
+    const std::vector<float> from = floats(keys * values), q = floats(keys), k = floats(keys), v = floats(values),
+                             g = floats(keys);
+    const bool by_channel = trial % 2, in_place = trial % 3 == 0;
+    std::vector<float> expected;
+    for (size_t i = sets.size(); i-- > 0;) {  // the reference first
+      std::vector<float> found(2 * keys + 2 * values), to = from;
+      float *decays = found.data(), *decayed = decays + keys, *delta = decayed + keys;
+      sets[i]->delta_decays(g.data(), k.data(), keys, decays, decayed);
+      DeltaRow row{keys, values, in_place ? to.data() : from.data(), to.data(), q.data(), k.data(), v.data()};
+      row.decays = by_channel ? decays : nullptr;
+      row.decay = by_channel ? 1 : decays[0];
+      row.rate = 0.5f;
+      row.delta = delta;
+      row.y = delta + values;
+      DeltaRow recalled = row;
+      if (by_channel) recalled.k = decayed;
+      sets[i]->delta_recall(recalled);
+      sets[i]->delta_update(row);
+      found.insert(found.end(), to.begin(), to.end());
+      if (expected.empty()) expected = found;
+      if (std::memcmp(expected.data(), found.data(), found.size() * sizeof(float))) {
+        std::printf("%s: the delta rule of trial %d differs\n", sets[i]->name, trial);
+        faults[i]++;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -224,6 +255,7 @@ int main() {
   test_products(sets, faults);
   test_attention(sets, faults);
   test_max_and_logsumexp(sets, faults);
+  test_delta_rule(sets, faults);
   for (size_t i = 0; i < sets.size(); i++) std::printf("%s: %d faults\n", sets[i]->name, faults[i]);
   return std::count(faults.begin(), faults.end(), 0) != count;
 }

@@ -25,7 +25,9 @@ from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
-HYBRIDS = {name: models.find(name).TINY for name in ("lfm3", "qwen3_5_text", "falcon_h1")}
+HYBRIDS = {
+    name: models.find(name).TINY for name in ("lfm3", "qwen3_5_text", "falcon_h1", "kimi_linear")
+}
 GREEDY = SamplingParams(temperature=0)
 LOOKUPS = SpecOptions(network=None, lookups=("suffix", "ngram"), tree="fixed", verify_size=8)
 PLAN = Plan(max_input_len=96, kv_capacity=128, threads=1, max_verify_tree_size=12)

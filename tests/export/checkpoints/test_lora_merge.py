@@ -69,6 +69,20 @@ def test_ranks_and_scales_may_differ_by_layer(tiny_checkpoint, tmp_path):
     np.testing.assert_allclose(run_portable(bundle, manifest, TOKENS, 8), expected, atol=2e-4)
 
 
+@pytest.mark.nightly
+def test_layers_of_latent_and_delta_attention_may_change(tmp_path):
+    checkpoint = make_checkpoint(tmp_path / "c", **models.find("kimi_linear").TINY)
+    parts = *"qkvbo", "g_a", "g_b", "kv_b"
+    targets = (*(f"self_attn.{part}_proj" for part in parts), "kv_a_proj_with_mqa")
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, targets=targets)
+    bundle, manifest = _merge(checkpoint, adapter)
+    expected, before = (
+        logits_of(reference(checkpoint, adapter, {"": scale}), TOKENS) for scale in (2.0, 0.0)
+    )
+    assert np.abs(expected - before).max() > 1
+    np.testing.assert_allclose(run_portable(bundle, manifest, TOKENS, 8), expected, atol=2e-4)
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_the_head_may_change(tmp_path, is_tied):
     """As PEFT computes it; of a tied head the embedding stays."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
+from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
 from edgellm.export.checkpoints import tokenizer as module
@@ -126,3 +128,54 @@ def test_named_templates_without_a_default_are_rejected(whole, place):
     assert "chat_template.jinja" in caught.value.hint
     (whole / "chat_template.jinja").write_text("by file")
     assert read_tokenizer(whole).files["chat_template.jinja"] == b"by file"
+
+
+# Of `tokenization_kimi.py`
+_CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?"  # noqa: E501
+WORDS = (
+    r"[\p{Han}]+", _CASED % ("*", "+"), _CASED % ("+", "*"), r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+)  # fmt: skip
+
+
+def _write_ranks(folder: Path) -> dict[bytes, int]:
+    """A file of tiktoken, with Kimi's class beside it."""
+    longer = "ab abc  a in ing ing' 12 123 汉 汉字 字汉 is it's camel Camel".encode().split(b" ")
+    tokens = [*(bytes([byte]) for byte in range(256)), *filter(None, longer)]
+    ranks = {token: rank for rank, token in enumerate(dict.fromkeys(tokens))}
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    (folder / "tiktoken.model").write_text("".join(lines))
+    facts = {"special": True, "normalized": False}
+    named = {len(ranks): "[BOS]", len(ranks) + 2: "<|im_end|>"}
+    config = {
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "added_tokens_decoder": {at: {"content": text, **facts} for at, text in named.items()},
+        "eos_token": "<|im_end|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return ranks
+
+
+def test_kimis_file_of_tiktoken_is_read(tmp_path, monkeypatch):
+    """As transformers converts such files with the pattern of the published class."""
+    ranks = _write_ranks(tmp_path)
+    found = read_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_buffer(found.files["tokenizer.json"])
+    monkeypatch.setattr(TikTokenConverter, "load_tiktoken_bpe", staticmethod(lambda _: ranks))
+    expected = TikTokenConverter(vocab_file="", pattern="|".join(WORDS)).converted()
+    for text in ("abcab in'ing it's 12345 汉字 a字汉b\n\n camelCamel é", "汉字汉x IT'S\n 1"):
+        ids = tokenizer.encode(text).ids
+        assert ids == expected.encode(text).ids
+        assert tokenizer.decode(ids) == text
+    size = len(ranks)
+    special = ("[BOS]", f"<|reserved_token_{size + 1}|>", "<|im_end|>")
+    assert tokenizer.encode("".join(special)).ids == [size, size + 1, size + 2]
+    assert (found.eos_token_id, found.last_token[1]) == (size + 2, size + 255)
+
+
+def test_a_damaged_file_of_tiktoken_is_rejected(tmp_path):
+    _write_ranks(tmp_path)
+    path = tmp_path / "tiktoken.model"
+    path.write_text(path.read_text()[:-3] + "x\n")
+    with pytest.raises(EdgeLLMError, match=r"the tokenizer of .* is damaged"):
+        read_tokenizer(tmp_path)

@@ -133,7 +133,7 @@ def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, sc
     ("changes", "words"),
     [
         ({"kv_cache_quantization": "int8"}, "layers of this model share keys and values"),
-        ({"rotate": "values"}, "a norm follows the model's v_proj"),
+        ({"rotate": "values"}, "a norm or a convolution follows the model's v_proj"),
     ],
 )
 def test_gemma_4_refuses_what_its_layers_do_not_support(tmp_path, text, changes, words):

@@ -336,6 +336,24 @@ def test_texts_are_cut_as_llama_cpp_cuts_them(pre):
     assert (tokenizer.encode("1").ids[0] == 1) is begins
 
 
+def test_words_of_kimi_are_those_of_its_published_pattern():
+    """Of `tokenization_kimi.py`, by another library of regular expressions."""
+    import regex
+    from tokenizers import Tokenizer
+
+    case = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    letters = rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{case}%s[\p{{Ll}}{case}%s"
+    words = [f"{letters % ends}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for ends in (("*", "+"), ("+", "*"))]
+    rest = [r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+    pattern = regex.compile("|".join([r"[\p{Han}]+", *words, *rest]), regex.VERSION1)
+    kept = _Kept()
+    write_pieces(kept, "kimi-k2")
+    tokenizer = Tokenizer.from_str(convert_tokenizer(kept.get)["tokenizer.json"].decode())
+    for text in (*TEXTS, "汉字と日本語ab x汉 don'T CamelCase 12345\n\n  3", "क्या é汉é IT'LL"):
+        found = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[begin:end] for _, (begin, end) in found] == pattern.findall(text)
+
+
 def test_marks_belong_to_words_since_qwen35():
     from tokenizers import Tokenizer
 

@@ -14,6 +14,7 @@ from mtp_reference import Reference, make_base
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, load_bundle
 from edgellm.export.checkpoints.checkpoint import read_whole
+from edgellm.export.checkpoints.weights import ONNX_TYPES
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
@@ -54,6 +55,9 @@ def test_logits_equal_those_of_the_checkpoint(tmp_path, case):
         ("lfm2moe", {}, {"expert_gating_func": 1}, "lfm2moe.expert_gating_func = 1"),
         ("nemotron_h_moe", {}, {"expert_group_count": 4}, "expert_group_count = 4"),
         ("nemotron_h", {}, {"expert_count": 4}, "nemotron_h.expert_count = 4"),
+        ("kimi-linear", {}, {"expert_gating_func": 1}, "kimi-linear.expert_gating_func = 1"),
+        ("kimi-linear", {}, {"expert_group_count": 2}, "expert_group_count = 2"),
+        ("kimi-linear", {}, {"attention__key_length_mla": 40}, "q_proj.weight has shape"),
         ("qwen35", {}, {"attention__clamp_kqv": 8.0}, "not understand: qwen35.attention.clamp_kqv"),
         ("qwen35", {}, {"full_attention_interval": 0}, "damaged metadata"),
         ("qwen35", {}, {"ssm__group_count": 4}, "linear attention of"),
@@ -66,6 +70,48 @@ def test_unsupported_metadata_is_rejected(tmp_path, case, changes, extra, messag
     with pytest.raises(EdgeLLMError, match=message):
         logits(tmp_path / "model.gguf", tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+def test_older_files_of_kimi_linear_expand_latent_vectors_by_one_layer(tmp_path, monkeypatch):
+    """Also of a model with latent queries."""
+    arch, config = HYBRIDS["kimi-linear"]
+    sizes = {"q_lora_rank": 24, "linear_head_dim": 12}
+    folder = make_checkpoint(tmp_path / "hf", **{**config, **sizes})
+    convert = gguf_hybrids.CONVERT[arch]
+
+    def older(name, array, config):
+        return iter([(name, array)]) if "kv_b_proj" in name else convert(name, array, config)
+
+    monkeypatch.setitem(gguf_hybrids.CONVERT, arch, older)
+    write_hybrid(tmp_path / "model.gguf", arch, folder)
+    expected = logits(folder, tmp_path / "expected")
+    found = logits(tmp_path / "model.gguf", tmp_path / "bundle")
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0"])
+def test_kimi_linears_layer_of_keys_has_the_axes_of_a_linear_layer(tmp_path, kind):
+    """Files have [heads, in, out]; rounded numbers are dequantized."""
+    arch, config = HYBRIDS["kimi-linear"]
+    folder = make_checkpoint(tmp_path / "hf", **{**config, "qk_nope_head_dim": 32})
+    number, expected = gguf.GGMLQuantizationType[kind], []
+
+    def encode(name, array):
+        floats = np.ascontiguousarray(array, np.float32)
+        if "attn_k_b" not in name:
+            return floats, gguf.GGMLQuantizationType.F32
+        rows = gguf.quantize(floats, number)
+        expected.append(gguf.dequantize(rows, number).swapaxes(1, 2))
+        return rows, number
+
+    write_hybrid(tmp_path / "model.gguf", arch, folder, encode)
+    tensors = open_checkpoint(str(tmp_path / "model.gguf")).tensors
+    name = "model.layers.1.self_attn.k_b_proj.weight"
+    assert tensors.infos()[name].shape == (6 * 32, 32)
+    found = np.frombuffer(
+        read_whole(tensors, name), ONNX_TYPES[tensors.infos()[name].dtype].numpy()
+    )
+    np.testing.assert_array_equal(found.astype(np.float32), expected[0].reshape(-1))
 
 
 def test_older_files_of_qwen3_next_with_joined_projections_are_read(tmp_path, monkeypatch):
