@@ -29,12 +29,19 @@ from edgellm.quantize.pipeline.run import run_job
 
 LAYERS, SIZE, VOCAB, WINDOW = 6, 5, 96, 7
 SIZES = {
-    "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-    "sliding_window": WINDOW, "block_size": SIZE, "mask_token_id": 95,
+    "hidden_size": 96,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "sliding_window": WINDOW,
+    "block_size": SIZE,
+    "mask_token_id": 95,
     "target_layer_ids": [0, 2, 4],
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
+}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
