@@ -75,6 +75,8 @@ class LLM:
         defaults: for options that a request does not give; the model's, unless replaced.
     """
 
+    _kv_cache_manager: KVCacheManager | None  # None: closed
+
     def __init__(
         self,
         engine_dir: Path | str,
@@ -119,20 +121,17 @@ class LLM:
             self._drafters = Drafters(
                 engine=folder, base=self.manifest, network=base, options=how, verify=verify
             )
-        manager = KVCacheManager(
+        manager = self._kv_cache_manager = KVCacheManager(
             base=base,
             prefill_rows=self.manifest.prefill_rows,
             drafts=self._drafters.caches if self._drafters else (),
             no_images=_no_images(self.manifest.decoder),
             reuses_context=context_reuse,
         )
-        self._kv_cache_manager: KVCacheManager | None = manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, manager, max_stall_ms, self.batch_size, tree_rows)
         self._turns = StepLock(Batch(manager, bounds))
-        self._texts = TextPooler(
-            self._turns, self.manifest.pooling, is_whole=not self.manifest.decoder.is_causal
-        )
+        self._texts = TextPooler(self._turns, self.manifest)
         self._adapters = open_adapters(folder, self.manifest, base, self._turns.visiting)
         self.images: ImageReader | None = None
         if multimodal_engine_dir is not None:

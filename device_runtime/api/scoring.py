@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.core.manifest import Engine
 from edgellm.device_runtime.arrays import LoadedAdapter
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager, require_loaded
 from edgellm.device_runtime.networks.decoder import PassResult, SequencePart
@@ -69,9 +70,9 @@ class TextPooler:
     have the bits of a text alone.
     """
 
-    def __init__(self, step_lock: StepLock, pooling: str, *, is_whole: bool) -> None:
-        """`pooling` is one of `POOLINGS`; `is_whole`: see `Reader`."""
-        self._step_lock, self._pooling, self._is_whole = step_lock, pooling, is_whole
+    def __init__(self, step_lock: StepLock, engine: Engine) -> None:
+        self._step_lock, self._pooling = step_lock, engine.pooling
+        self._is_whole = not engine.decoder.is_causal  # see `Reader`
         self._waiting: list[Text] = []
         self._lock = threading.Lock()
 

@@ -311,7 +311,9 @@ def _pooler(
     """Linear layers after the pooling, with their weights; None: the file has none."""
     held = {tensor.name: tensor for tensor in file.tensors}
     layers = [held[f"{name}.weight"] for name in family.dense if f"{name}.weight" in held]
-    weights = [decoded(each.data, each.kind).reshape(each.shape) for each in layers]
+    weights: list[NDArray[np.float32]] = [
+        decoded(each.data, each.kind).reshape(each.shape) for each in layers
+    ]
     specs = [DenseSpec(in_features=each.shape[1], out_features=each.shape[0]) for each in weights]
     for first, second in pairwise(specs):
         if second.in_features != first.out_features:
