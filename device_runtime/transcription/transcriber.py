@@ -15,27 +15,35 @@ from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.speech import open_speech
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
-from edgellm.device_runtime.transcription.decoding_rules import DecodingRules
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
     TranscriptionOptions,
 )
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
+from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
+from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
 from edgellm.multimodal.audio import SAMPLE_RATE
 from edgellm.multimodal.log_mel import HOP, log_mel
 
 _STEP_S = 2 * FRAME_S
+_START_TOKENS = 5  # of a prompt, besides earlier text
+_CONDITIONS_BELOW = 0.5  # the temperature of a text that the next window's prompt may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a transcript."""
+    """A part of a transcript. Its quality is that of the window's whole text."""
 
     start_s: float
     end_s: float
     text: str
     token_ids: tuple[int, ...]  # with timestamps
+    seek: int  # first frame of its window
+    temperature: float
+    avg_logprob: float  # of a token, natural logarithm
+    compression_ratio: float  # of the text
+    no_speech_prob: float
 
 
 class Transcriber:
@@ -52,8 +60,17 @@ class Transcriber:
         self._network = open_speech(folder, engine)
         assert engine.decoder.audio is not None
         self.spec: AudioSpec = engine.decoder.audio
-        self.tokenizer = ChatTokenizer(folder)
-        self._capacity, self._end_ids = engine.max_kv_cache_capacity, engine.eos_token_ids
+        self.vocab_size, capacity = engine.decoder.vocab_size, engine.max_kv_cache_capacity
+        # Tokens of earlier text in a prompt
+        half = min(engine.decoder.max_positions, capacity) // 2 - 1
+        self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
+        self.tokenizer, self._end_ids = ChatTokenizer(folder), engine.eos_token_ids
+        self.decoder = WindowDecoder(
+            network=self._network,
+            spec=self.spec,
+            end_ids=engine.eos_token_ids,
+            capacity=capacity,
+        )
 
     def transcribe(
         self, samples: F32, options: TranscriptionOptions | None = None
@@ -65,7 +82,8 @@ class Transcriber:
             options: None: the defaults.
 
         Raises:
-            RequestError: a language or task that the model does not have.
+            RequestError: a language or task that the model does not have, or special tokens in
+                the prompt.
         """
         return Transcription(self, samples, options or TranscriptionOptions())
 
@@ -85,6 +103,22 @@ class Transcriber:
                 hint="give one of its tasks, or another model: multilingual ones translate",
             )
 
+    def prompt_ids(self, prompt: str) -> tuple[int, ...]:
+        """Tokens of a prompt; () of an empty one.
+
+        Raises:
+            RequestError: it has special tokens.
+        """
+        if not prompt.strip():
+            return ()
+        found = self.tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False)
+        if special := [each for each in found if each >= min(self._end_ids)]:
+            raise RequestError(
+                f"the prompt has the special token {self.tokenizer.token_text(special[0])}",
+                hint="give plain text as the prompt",
+            )
+        return tuple(found)
+
     def detect_language(self) -> str:
         """The most probable language of the window that was listened to last."""
         logits = self._network.next_logits(np.array([self.spec.start_id]))
@@ -96,22 +130,6 @@ class Transcriber:
     def listen(self, features: F32) -> None:
         """Encode a window of features [mel bins, F]."""
         self._network.listen(features)
-
-    def write(self, prompt: Sequence[int], rules: DecodingRules) -> list[int]:
-        """The tokens of the window after a prompt, without the end token."""
-        text: list[int] = []
-        logits = self._network.next_logits(np.array(prompt))
-        while True:
-            text.append(rules.choose(logits, text))
-            if text[-1] in self._end_ids:
-                return text[:-1]
-            if len(prompt) + len(text) >= self._capacity:
-                return text
-            logits = self._network.next_logits(np.array(text[-1:]))
-
-    def rules(self, *, timestamps: bool) -> DecodingRules:
-        """The rules of its tokens."""
-        return DecodingRules(self.spec, min(self._end_ids), timestamps=timestamps)
 
 
 class Transcription:
@@ -127,6 +145,7 @@ class Transcription:
         """Compute the features, and detect the language if it is not given."""
         model.require(options)
         spec, window = model.spec, model.spec.num_frames * HOP
+        self._options, self._prompt_ids = options, model.prompt_ids(options.prompt)
         self.task = options.task
         self.duration_s = len(samples) / SAMPLE_RATE
         is_long = len(samples) > window
@@ -135,23 +154,32 @@ class Transcription:
         self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
         self._heard = -1  # first frame of the encoded window
         self.language = (options.language or "").lower() or self._detect()
-        self._prompt = [spec.start_id]
+        start = [spec.start_id]
         if spec.languages:
-            self._prompt += [spec.languages[self.language], spec.tasks[options.task]]
+            start += [spec.languages[self.language], spec.tasks[options.task]]
         if not self._has_timestamps:
-            self._prompt.append(spec.no_timestamps_id)
+            start.append(spec.no_timestamps_id)
+        self._start = tuple(start)
 
     def __iter__(self) -> Iterator[Segment]:
         """Its segments, as they are computed."""
         model, begin, end = self._model, 0, self._features.shape[1]
-        rules = model.rules(timestamps=self._has_timestamps)
         stream = model.tokenizer.stream()
+        so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
         while begin < end:
             frames = min(end - begin, model.spec.num_frames)
             self._listen(begin)
-            spans, covered = split_window(model.spec, model.write(self._prompt, rules), frames)
+            found = self._decode(begin, so_far if may_condition else self._prompt_ids)
+            may_condition = (
+                self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
+            )
+            if found.is_silent(self._options):
+                begin += frames
+                continue
+            spans, covered = split_window(model.spec, found.token_ids, frames)
             for span in spans:
-                yield self._segment(span, begin * FRAME_S, stream)
+                so_far += span.token_ids
+            yield from self._segments(spans, found, begin, stream)
             begin += covered or frames
 
     def text(self, segments: Sequence[Segment]) -> str:
@@ -160,12 +188,46 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _segment(self, span: Span, offset_s: float, stream: TextStream) -> Segment:
-        start, end = (
-            min(offset_s + steps * _STEP_S, self.duration_s) for steps in (span.begin, span.end)
-        )
-        text = "".join(map(stream.push, self._words(span.token_ids)))
-        return Segment(start_s=start, end_s=end, text=text, token_ids=span.token_ids)
+    def _decode(self, begin: int, previous: Sequence[int]) -> WindowText:
+        """The text of a window at the first temperature with a text that is not poor."""
+        options, model = self._options, self._model
+        kept = previous[-model.max_previous :]
+        before = (model.spec.previous_id, *kept) if previous else ()
+        found: WindowText | None = None
+        for temperature in options.temperatures:
+            found = model.decoder.decode(
+                Prompt(before, self._start),
+                timestamps=self._has_timestamps,
+                temperature=temperature,
+                seed=options.seed + begin,
+            )
+            if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
+                break
+        assert found is not None  # there are temperatures
+        return found
+
+    def _segments(
+        self, spans: Sequence[Span], found: WindowText, begin: int, stream: TextStream
+    ) -> Iterator[Segment]:
+        """The segments of a window."""
+        whole = self._model.tokenizer.decode([*self._words(found.token_ids)]).strip()
+        ratio = compression_ratio(whole.encode())
+        for span in spans:
+            start_s, end_s = (
+                min(begin * FRAME_S + steps * _STEP_S, self.duration_s)
+                for steps in (span.begin, span.end)
+            )
+            yield Segment(
+                start_s=start_s,
+                end_s=end_s,
+                text="".join(map(stream.push, self._words(span.token_ids))),
+                token_ids=span.token_ids,
+                seek=begin,
+                temperature=found.temperature,
+                avg_logprob=found.avg_logprob,
+                compression_ratio=ratio,
+                no_speech_prob=found.no_speech_prob,
+            )
 
     def _words(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Tokens without timestamps."""
