@@ -18,11 +18,13 @@ from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
+    WORD_TIMES,
     TranscriptionOptions,
 )
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
 from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
 from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
+from edgellm.device_runtime.transcription.word_times import Word, split_words
 from edgellm.multimodal.audio import SAMPLE_RATE
 from edgellm.multimodal.log_mel import HOP, log_mel
 
@@ -44,6 +46,7 @@ class Segment:
     avg_logprob: float  # of a token, natural logarithm
     compression_ratio: float  # of the text
     no_speech_prob: float
+    words: tuple[Word, ...] = ()  # with times of words
 
 
 class Transcriber:
@@ -152,6 +155,7 @@ class Transcription:
         self._has_timestamps = options.timestamps != NO_TIMES or is_long
         whole = samples if is_long else np.pad(samples, (0, window - len(samples)))
         self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
+        self._num_frames = min(-(-len(samples) // HOP), self._features.shape[1])  # of audio
         self._heard = -1  # first frame of the encoded window
         self.language = (options.language or "").lower() or self._detect()
         start = [spec.start_id]
@@ -169,7 +173,8 @@ class Transcription:
         while begin < end:
             frames = min(end - begin, model.spec.num_frames)
             self._listen(begin)
-            found = self._decode(begin, so_far if may_condition else self._prompt_ids)
+            prompt = self._prompt(so_far if may_condition else self._prompt_ids)
+            found = self._decode(begin, prompt)
             may_condition = (
                 self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
             )
@@ -179,7 +184,8 @@ class Transcription:
             spans, covered = split_window(model.spec, found.token_ids, frames)
             for span in spans:
                 so_far += span.token_ids
-            yield from self._segments(spans, found, begin, stream)
+            times = self._token_times(prompt, found, begin)
+            yield from self._segments(spans, found, begin, times, stream)
             begin += covered or frames
 
     def text(self, segments: Sequence[Segment]) -> str:
@@ -188,30 +194,47 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _decode(self, begin: int, previous: Sequence[int]) -> WindowText:
+    def _prompt(self, previous: Sequence[int]) -> Prompt:
+        kept = previous[-self._model.max_previous :]
+        return Prompt((self._model.spec.previous_id, *kept) if previous else (), self._start)
+
+    def _decode(self, begin: int, prompt: Prompt) -> WindowText:
         """The text of a window at the first temperature with a text that is not poor."""
         options, model = self._options, self._model
-        kept = previous[-model.max_previous :]
-        before = (model.spec.previous_id, *kept) if previous else ()
         found: WindowText | None = None
         for temperature in options.temperatures:
             found = model.decoder.decode(
-                Prompt(before, self._start),
+                prompt,
                 timestamps=self._has_timestamps,
                 temperature=temperature,
                 seed=options.seed + begin,
+                aligns=options.timestamps == WORD_TIMES,
             )
             if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
                 break
         assert found is not None  # there are temperatures
         return found
 
+    def _token_times(self, prompt: Prompt, found: WindowText, begin: int) -> list[float]:
+        """Seconds at which the tokens of a window end; [] if words have no times."""
+        if self._options.timestamps != WORD_TIMES:
+            return []
+        frames = min(self._num_frames - begin, self._model.spec.num_frames)
+        positions = self._model.decoder.align(prompt, found, max(frames // 2, 1))
+        return [begin * FRAME_S + position * _STEP_S for position in positions]
+
     def _segments(
-        self, spans: Sequence[Span], found: WindowText, begin: int, stream: TextStream
+        self,
+        spans: Sequence[Span],
+        found: WindowText,
+        begin: int,
+        times: Sequence[float],
+        stream: TextStream,
     ) -> Iterator[Segment]:
         """The segments of a window."""
         whole = self._model.tokenizer.decode([*self._words(found.token_ids)]).strip()
         ratio = compression_ratio(whole.encode())
+        first, ends = 0, [begin * FRAME_S, *times]
         for span in spans:
             start_s, end_s = (
                 min(begin * FRAME_S + steps * _STEP_S, self.duration_s)
@@ -227,7 +250,23 @@ class Transcription:
                 avg_logprob=found.avg_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=found.no_speech_prob,
+                words=self._timed_words(span.token_ids, ends[first:]) if times else (),
             )
+            first += len(span.token_ids)
+
+    def _timed_words(self, token_ids: Sequence[int], ends: Sequence[float]) -> tuple[Word, ...]:
+        """Words of a segment; `ends` of the token before it, and of each of its own."""
+        first = self._model.spec.first_timestamp_id
+        places = [at for at, token in enumerate(token_ids) if token < first]
+        pieces = [self._model.tokenizer.token_bytes(token_ids[at]) for at in places]
+        return tuple(
+            Word(
+                text=text,
+                start_s=ends[places[begin]],
+                end_s=ends[places[end - 1] + 1],
+            )
+            for text, begin, end in split_words(pieces, self.language)
+        )
 
     def _words(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Tokens without timestamps."""

@@ -80,7 +80,7 @@ def transcribe(
 
     transcript = use_model(app, model, RecipeFlags(quantize=quantize, fast=fast), start)
     write = FORMATS.get(output_format, plain_text)
-    if output_format == "txt" and transcription_flags.timestamps:
+    if output_format == "txt" and options.timestamps != "none":
         write = timed_lines
     for piece in write(transcript):
         typer.echo(piece, nl=False)
