@@ -41,6 +41,16 @@ class SpeechNetwork:
         self._decoder.kv.free()
         self._length, self._queries = 0, [] if records_queries else None
 
+    @property
+    def length(self) -> int:
+        """Tokens of the text so far."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the text."""
+        self._decoder.kv.truncate(length)
+        self._length = length
+
     def logits(self, token_ids: I64, rows: I64) -> F32:
         """Append tokens int64 [S] to the text; logits [R, V] after those at `rows` int64 [R].
 

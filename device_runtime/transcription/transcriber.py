@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.core.artifact import verify_sizes
-from edgellm.core.errors import RequestError
-from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.errors import EdgeLLMError, RequestError
+from edgellm.core.manifest import LLM_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.speech import open_speech
+from edgellm.device_runtime.speculate.drafters.draft import require_same_tokens
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
+from edgellm.device_runtime.transcription.drafts import NGRAM, Draft, ModelDraft, NgramDraft
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
@@ -52,11 +54,16 @@ class Segment:
 class Transcriber:
     """A loaded speech model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, draft: Path | str = "") -> None:
         """Load the engine in a folder.
 
+        Args:
+            folder: of the engine.
+            draft: speculates; the folder of a smaller model's engine, or NGRAM. "": none.
+
         Raises:
-            EdgeLLMError: it is damaged, of another machine, or not of a speech model.
+            EdgeLLMError: it is damaged, of another machine, or not of a speech model; the draft
+                has other tokens.
         """
         engine = load_engine(folder, LLM_ENGINE)
         verify_sizes(folder, engine.files)
@@ -68,11 +75,13 @@ class Transcriber:
         half = min(engine.decoder.max_positions, capacity) // 2 - 1
         self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
         self.tokenizer, self._end_ids = ChatTokenizer(folder), engine.eos_token_ids
+        self.draft = _open_draft(folder, engine, draft)
         self.decoder = WindowDecoder(
             network=self._network,
             spec=self.spec,
             end_ids=engine.eos_token_ids,
             capacity=capacity,
+            draft=self.draft,
         )
 
     def transcribe(
@@ -130,9 +139,11 @@ class Transcriber:
         self._network.restart()
         return codes[int(scores.argmax())]
 
-    def listen(self, features: F32) -> None:
-        """Encode a window of features [mel bins, F]."""
+    def listen(self, features: F32, of_draft: F32) -> None:
+        """Encode a window of features [mel bins, F], which a draft may have of another number."""
         self._network.listen(features)
+        if self.draft is not None:
+            self.draft.listen(of_draft)
 
 
 class Transcription:
@@ -155,6 +166,9 @@ class Transcription:
         self._has_timestamps = options.timestamps != NO_TIMES or is_long
         whole = samples if is_long else np.pad(samples, (0, window - len(samples)))
         self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
+        bins = spec.num_mel_bins if model.draft is None else model.draft.num_mel_bins
+        same = bins in (0, spec.num_mel_bins)
+        self._of_draft = self._features if same else log_mel(whole, bins)
         self._num_frames = min(-(-len(samples) // HOP), self._features.shape[1])  # of audio
         self._heard = -1  # first frame of the encoded window
         self.language = (options.language or "").lower() or self._detect()
@@ -284,6 +298,30 @@ class Transcription:
         if begin == self._heard:
             return
         size = self._model.spec.num_frames
-        window = self._features[:, begin : begin + size]
-        self._model.listen(np.pad(window, ((0, 0), (0, size - window.shape[1]))))
+        windows = [each[:, begin : begin + size] for each in (self._features, self._of_draft)]
+        missing = size - windows[0].shape[1]
+        self._model.listen(*(np.pad(each, ((0, 0), (0, missing))) for each in windows))
         self._heard = begin
+
+
+def _open_draft(folder: Path, engine: Engine, draft: Path | str) -> Draft | None:
+    if not draft:
+        return None
+    if draft == NGRAM:
+        return NgramDraft()
+    path = Path(draft)
+    found, audio = load_engine(path, LLM_ENGINE), engine.decoder.audio
+    verify_sizes(path, found.files)
+    network, own = open_speech(path, found), found.decoder.audio
+    assert audio is not None
+    assert own is not None
+    require_same_tokens(folder, path)
+    if (own.num_frames, found.max_kv_cache_capacity) != (
+        audio.num_frames,
+        engine.max_kv_cache_capacity,
+    ):
+        raise EdgeLLMError(
+            f"{path} has other windows or another capacity than {folder}",
+            hint="build both engines with the same --maxKVCacheCapacity",
+        )
+    return ModelDraft(network, min(found.eos_token_ids), own.num_mel_bins)

@@ -46,6 +46,17 @@ Format = Annotated[
 ]
 
 
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        help="Speculate with this smaller speech model, which has the same tokens, or with ngram. "
+        "The text stays the same. Default: no draft.",
+        rich_help_panel="Speculation",
+    ),
+]
+
+
 @app.command(
     name="transcribe",
     common=("file", "model", "--language", "--timestamps", "--format"),
@@ -60,6 +71,7 @@ def transcribe(
     model: Model,
     transcription_flags: TranscriptionFlags,
     output_format: Format = "txt",
+    draft: Draft = "",
     quantize: Quantize = None,
     fast: Fast = False,
 ) -> None:
@@ -76,9 +88,13 @@ def transcribe(
     def start(found: Prepared) -> Transcription:
         from edgellm.device_runtime.transcription.transcriber import Transcriber
 
-        return Transcriber(found.engine).transcribe(samples, options)
+        return Transcriber(found.engine, drafts).transcribe(samples, options)
 
-    transcript = use_model(app, model, RecipeFlags(quantize=quantize, fast=fast), start)
+    flags = RecipeFlags(quantize=quantize, fast=fast)
+    drafts: Path | str = draft
+    if draft not in ("", "ngram"):
+        drafts = use_model(app, draft, flags, lambda found: found.engine)
+    transcript = use_model(app, model, flags, start)
     write = FORMATS.get(output_format, plain_text)
     if output_format == "txt" and options.timestamps != "none":
         write = timed_lines

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from speech_checkpoints import chirp, write_wav
 
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.transcriber import Transcriber
+from edgellm.device_runtime.transcription.word_times import Word
 from edgellm.multimodal.audio import read_audio
+from edgellm.tools.command.transcript_formats import vtt
 from edgellm.tools.command.transcription_flags import TranscriptionFlags
 
 ONCE = "--temperature_increment_on_fallback", "0"
@@ -100,12 +103,19 @@ def test_words_have_times(transcribe, speech_engine, recording):
     flat = [time for pair in times for time in pair]
     for words_of in ([], ["--format", "srt"]):
         assert _times(transcribe(*given, *words_of).stdout) == pytest.approx(flat, abs=1e-3)
-    vtt = transcribe(*given, "--format", "vtt").stdout
-    inner = [_seconds(each) for each in re.findall(f"<{TIME}>", vtt)]
-    assert 0 < len(inner) < len(words)
-    assert inner == sorted(inner)
-    assert {*inner} <= {time[0] for time in times}
-    assert re.sub("<.*?>", "", vtt).split()[-1] == words[-1].text.strip()
+    shown = transcribe(*given, "--format", "vtt").stdout
+    assert re.sub("<.*?>", "", shown).split()[-1] == words[-1].text.strip()
+
+
+def test_times_of_words_are_inside_of_vtt_cues(expected):
+    """They ascend, between those of the cue: https://www.w3.org/TR/webvtt1/#webvtt-cue-timestamp."""
+    times = (" Good", 0.5, 0.9), (" morning,", 0.9, 1.2), (" all", 0.9, 1.4), (" there.", 1.6, 2.5)
+    words = tuple(Word(text=text, start_s=start, end_s=end) for text, start, end in times)
+    segment = replace(expected[0][0], start_s=0.5, end_s=2.0, words=words)
+    assert [*vtt([segment])] == [
+        "WEBVTT\n\n",
+        "00:00:00.500 --> 00:00:02.000\nGood<00:00:00.900> morning, all<00:00:01.600> there.\n\n",
+    ]
 
 
 def test_flags_are_options(transcribe, speech_engine, recording):
