@@ -23,7 +23,7 @@ class SpeechNetwork:
 
     def __init__(self, encoder: Runner, decoder: DecoderNetwork, audio: AudioSpec) -> None:
         self._encoder, self._decoder, self._audio, self._length = encoder, decoder, audio, 0
-        self._cross: Mapping[str, F32] = {}
+        self._cross: Mapping[str, F32] = {}  # an engine may have positions in pages
         self._queries: list[F32] | None = None  # by token; None: not recorded
 
     def listen(self, features: F32) -> None:
@@ -76,7 +76,8 @@ class SpeechNetwork:
         )
         found = np.empty((len(heads), len(queries), num_positions), np.float32)
         for at, (layer, head) in enumerate(heads):
-            keys = self._cross[graph_io.cross_name(layer, "key")][0, head]
+            pages = self._cross[graph_io.cross_name(layer, "key")][:, head]
+            keys = pages.reshape(-1, pages.shape[-1])[: self._audio.num_positions]
             scores = queries[:, at] @ keys.T / np.float32(np.sqrt(keys.shape[1]))
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)

@@ -139,11 +139,11 @@ class Transcriber:
         self._network.restart()
         return codes[int(scores.argmax())]
 
-    def listen(self, features: F32, of_draft: F32) -> None:
-        """Encode a window of features [mel bins, F], which a draft may have of another number."""
+    def listen(self, features: F32, of_draft: F32 | None = None) -> None:
+        """Encode a window of features [mel bins, F]; None: the draft has the same."""
         self._network.listen(features)
         if self.draft is not None:
-            self.draft.listen(of_draft)
+            self.draft.listen(features if of_draft is None else of_draft)
 
 
 class Transcription:

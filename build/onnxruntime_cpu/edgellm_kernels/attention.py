@@ -19,6 +19,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.graph_io import (
+    CROSS,
     SEQUENCES,
     TREE_MASKS,
     page_table_name,
@@ -138,6 +139,31 @@ def lower_audio_attention(graph: GraphEditor, capacity: int) -> None:
             bidirectional=1,
         )
         graph.replace(call.outputs[0], y)
+
+
+def lower_audio_outputs(graph: GraphEditor, capacity: int) -> None:
+    """Write keys and values of audio in the pages that `lower_audio_attention` reads.
+
+    Args:
+        graph: of a speech model's encoder.
+        capacity: tokens of a sequence of its decoder.
+    """
+    for value in tuple(graph.graph.outputs):
+        last = value.producer()
+        if not str(value.name).startswith(CROSS) or last is None:
+            continue
+        _, heads, positions, width = (int(size) for size in value.shape)  # type: ignore
+        if positions < capacity:
+            return
+        graph.cursor = last  # the transposition of [1, A, heads, D]
+        pages = -(-positions // _AUDIO_ROWS)
+        missing = np.array([0] * 5 + [pages * _AUDIO_ROWS - positions, 0, 0])
+        whole = graph.node("Pad", [last.inputs[0], graph.constant("audio_padding", missing)])
+        shape = np.array([pages, _AUDIO_ROWS, heads, width])
+        cut = graph.node("Reshape", [whole, graph.constant("audio_shape", shape)])
+        found = graph.node("Transpose", [cut], perm=[0, 2, 1, 3])
+        graph.replace(value, found)
+        found.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
 
 
 def _facts_of_audio(graph: GraphEditor, q: ir.Value, positions: int) -> ir.Value:

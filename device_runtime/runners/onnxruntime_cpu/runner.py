@@ -196,7 +196,10 @@ class BlockKVRunner(OnnxRuntimeRunner):
 
 
 def in_pages(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Keys or values of audio [1, heads, A, D] in pages of the shape [pages, heads, rows, D]."""
+    """Keys or values of audio [1, heads, A, D] in pages of the shape [pages, heads, rows, D].
+
+    The engine's own encoder gives pages.
+    """
     pages, heads, rows, width = shape
     if (pages, rows) == values.shape[::2]:
         return np.asarray(values, np.float32)
