@@ -128,6 +128,9 @@ class AudioSpec:
     max_initial_timestamp: int | None  # steps; None: any
     suppressed: tuple[int, ...]  # tokens that are never chosen
     suppressed_first: tuple[int, ...]  # that are not chosen as the first of a window
+    # Layers and heads whose attention to audio follows the words, ascending
+    alignment_heads: tuple[tuple[int, int], ...]
+    median_filter_width: int  # positions of that attention that are smoothed together, odd
 
     @property
     def num_frames(self) -> int:
@@ -138,6 +141,16 @@ class AudioSpec:
     def first_timestamp_id(self) -> int:
         """The token of the window's begin."""
         return self.no_timestamps_id + 1
+
+    @property
+    def no_speech_id(self) -> int:
+        """The token whose probability at the start is that of a window without speech."""
+        return self.no_timestamps_id - 1
+
+    @property
+    def previous_id(self) -> int:
+        """The token before the text of earlier windows."""
+        return self.no_timestamps_id - 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import (
     lower_attention as lower_own_attention,
 )
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import (
-    lower_cross_attention as lower_own_cross_attention,
+    lower_audio_attention,
+    lower_audio_outputs,
 )
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import lower_embeddings
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import lower_experts
@@ -97,7 +98,7 @@ def lower(
         lower_linears(graph, kernel)
     lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
-    _lower_cross_attention(graph, kernel, cache)
+    _lower_audio(graph, kernel, cache, capacity)
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):
@@ -123,13 +124,14 @@ def take_answers(graph: ir.Graph) -> None:
             value.shape = ir.Shape([graph_io.ANSWERS, *value.shape.dims[1:]])
 
 
-def _lower_cross_attention(
-    graph: GraphEditor, kernel: LinearKernel, cache: KVCacheSpec | None
+def _lower_audio(
+    graph: GraphEditor, kernel: LinearKernel, cache: KVCacheSpec | None, capacity: int
 ) -> None:
+    """Attention to audio, by edgellm's kernels if they compute the linear layers."""
     if isinstance(kernel, OwnLinears):
-        lower_own_cross_attention(graph, cache)
-    else:
-        lower_cross_attention(graph)
+        lower_audio_attention(graph, cache, capacity)
+        lower_audio_outputs(graph, capacity)
+    lower_cross_attention(graph)
 
 
 def _lower_attention(graph: GraphEditor, cache: KVCacheSpec, *, needs_mask: bool) -> None:

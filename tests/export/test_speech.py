@@ -62,6 +62,26 @@ def test_the_encoder_gives_keys_and_values(speech_engine, features, expected):
         np.testing.assert_allclose(array, expected[1][name], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("precision", ["none", "int8"])
+def test_bits_do_not_depend_on_the_tokens_of_a_pass(
+    speech_engine, speech_checkpoint, features, tmp_path, precision
+):
+    """Nor those of attention to audio, so that several tokens are verified at once."""
+    engine = speech_engine
+    if precision != "none":
+        shutil.copytree(speech_engine.parent / "bundle", tmp_path / "bundle")
+        engine = build_speech(tmp_path, speech_checkpoint, quantize=precision)
+    network = open_speech(engine, load_engine(engine, LLM_ENGINE))
+    network.listen(features)
+    single = [network.next_logits(TOKENS[at : at + 1]).copy() for at in range(len(TOKENS))]
+    for size in (2, 5, 20):
+        network.restart()
+        for at in range(0, len(TOKENS), size):
+            some = TOKENS[at : at + size]
+            found = network.logits(some, np.arange(len(some)))
+            np.testing.assert_array_equal(found, single[at : at + size])
+
+
 def _require_logits(engine, features, expected, allowed=TOLERANCE):
     network = open_speech(engine, load_engine(engine, LLM_ENGINE))
     network.listen(np.zeros_like(features))  # another window before
@@ -135,9 +155,10 @@ def changed(speech_checkpoint, tmp_path):
         ("preprocessor_config.json", {"chunk_length": 30}, "chunk_length 30"),
         ("config.json", {"scale_embedding": True}, "scale_embedding"),
         ("config.json", {"decoder_attention_heads": 5}, "d_model 48"),
-        ("config.json", {"max_source_positions": 47}, "max_target_positions 48"),
         ("config.json", {"unknown_rule": 3}, "unknown_rule"),
         ("generation_config.json", {"suppress_tokens": ["x"]}, "suppress_tokens has 'x'"),
+        ("generation_config.json", {"alignment_heads": [[0, 3]]}, "no head"),
+        ("config.json", {"median_filter_width": 4}, "median_filter_width 4"),
     ],
 )
 def test_unsupported_models_are_rejected(changed, name, values, fragment):

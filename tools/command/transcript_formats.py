@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 
 from edgellm.device_runtime.transcription.transcriber import Segment, Transcription
+from edgellm.device_runtime.transcription.word_times import Word
 
 Write = Callable[[Transcription], Iterator[str]]
 
 
 def timed_lines(found: Transcription) -> Iterator[str]:
-    """A line for each segment, with its times."""
-    for each in _spoken(found):
+    """A line for each segment, or for each word that has times."""
+    for each in _cues(found):
         begin, end = _clock(each.start_s, "."), _clock(each.end_s, ".")
         yield f"[{begin} --> {end}] {each.text.strip()}\n"
 
@@ -28,17 +29,29 @@ def plain_text(found: Transcription) -> Iterator[str]:
 
 def srt(found: Transcription) -> Iterator[str]:
     """SubRip: numbered cues."""
-    for number, each in enumerate(_spoken(found), 1):
+    for number, each in enumerate(_cues(found), 1):
         begin, end = _clock(each.start_s, ","), _clock(each.end_s, ",")
         yield f"{number}\n{begin} --> {end}\n{each.text.strip()}\n\n"
 
 
 def vtt(found: Transcription) -> Iterator[str]:
-    """WebVTT, https://www.w3.org/TR/webvtt1/."""
+    """WebVTT, https://www.w3.org/TR/webvtt1/; times of words are in the cue of their segment."""
     yield "WEBVTT\n\n"
     for each in _spoken(found):
         begin, end = _clock(each.start_s, "."), _clock(each.end_s, ".")
-        yield f"{begin} --> {end}\n{each.text.strip().replace('-->', '->')}\n\n"
+        text = _karaoke(each) if each.words else each.text
+        yield f"{begin} --> {end}\n{text.strip().replace('-->', '->')}\n\n"
+
+
+def _karaoke(segment: Segment) -> str:
+    """Words after the times at which they begin, which ascend within those of the cue."""
+    parts, latest = list[str](), segment.start_s
+    for word in segment.words:
+        if latest < word.start_s < segment.end_s:
+            latest = word.start_s
+            parts.append(f"<{_clock(latest, '.')}>")
+        parts.append(word.text)
+    return "".join(parts)
 
 
 def as_json(found: Transcription) -> Iterator[str]:
@@ -47,9 +60,15 @@ def as_json(found: Transcription) -> Iterator[str]:
     shown = [
         {
             "id": index,
+            "seek": each.seek,
             "start": round(each.start_s, 2),
             "end": round(each.end_s, 2),
             "text": each.text,
+            "tokens": [*each.token_ids],
+            "temperature": each.temperature,
+            "avg_logprob": each.avg_logprob,
+            "compression_ratio": each.compression_ratio,
+            "no_speech_prob": each.no_speech_prob,
         }
         for index, each in enumerate(segments)
     ]
@@ -60,10 +79,26 @@ def as_json(found: Transcription) -> Iterator[str]:
         "text": found.text(segments).strip(),
         "segments": shown,
     }
+    if any(each.words for each in segments):
+        content["words"] = [
+            {
+                "word": word.text.strip(),
+                "start": round(word.start_s, 2),
+                "end": round(word.end_s, 2),
+            }
+            for each in segments
+            for word in each.words
+        ]
     yield json.dumps(content, ensure_ascii=False, indent=2) + "\n"
 
 
 FORMATS: dict[str, Write] = {"txt": plain_text, "srt": srt, "vtt": vtt, "json": as_json}
+
+
+def _cues(found: Transcription) -> Iterator[Segment | Word]:
+    """Words that have times, else segments with text."""
+    for each in _spoken(found):
+        yield from each.words or (each,)
 
 
 def _spoken(found: Transcription) -> Iterator[Segment]:

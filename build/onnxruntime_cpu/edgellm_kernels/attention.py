@@ -19,6 +19,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.graph_io import (
+    CROSS,
     SEQUENCES,
     TREE_MASKS,
     page_table_name,
@@ -45,7 +46,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 _BOTH_WAYS = VISIBLE_BOTH_WAYS, VISIBLE_AROUND
 _MASKS = VISIBLE_SLOTS, VISIBLE_IN_WINDOW, VISIBLE_BEFORE, *_BOTH_WAYS
-_AUDIO_ROWS = 256  # of a page of audio: the most that the kernels take
+_AUDIO_ROWS = 256  # of a page of audio
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
@@ -104,45 +105,77 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
             value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
 
 
-def lower_cross_attention(graph: GraphEditor, cache: KVCacheSpec | None) -> None:
-    """Rewrite attention to audio: keys and values become pages, at least in half precision."""
-    calls = [*find_calls(graph.graph, CROSS_ATTENTION)]
-    if not calls:
-        return
-    assert cache is not None
-    is_float = cache.dtype == "float32"
-    stored = ir.TensorType(ir.DataType.FLOAT if is_float else ir.DataType.FLOAT16)
-    graph.cursor = calls[0]
-    q, key, _ = calls[0].inputs
-    assert key is not None
-    assert key.shape is not None
-    positions, rows = key.shape[2], graph.node("Shape", [q], start=1, end=2)
-    assert isinstance(positions, int)
-    before = graph.node("Sub", [graph.constant("audio_positions", np.array([positions])), rows])
-    causal = graph.constant("no_mask", np.array([0]))
-    # As the last rows of a pass whose tokens attend to each other, they see all positions.
-    sequence = graph.node("Concat", [before, rows, causal], axis=0)
-    sequences = graph.node("Unsqueeze", [sequence, graph.constant("batch", np.array([0]))])
-    num_pages = -(-positions // _AUDIO_ROWS)
-    pages = graph.constant("audio_pages", np.arange(num_pages)[None])
-    for call in calls:
+def lower_audio_attention(graph: GraphEditor, cache: KVCacheSpec | None, capacity: int) -> None:
+    """Rewrite attention to audio: a cache that passes do not write, in pages.
+
+    A pass needs a place for each of its tokens among the positions of audio. Models with fewer
+    positions than tokens are left to other lowerings, with rounding that depends on the tokens.
+
+    Args:
+        graph: of a speech model's decoder.
+        cache: of its own tokens; audio is stored in floats of its size, at least halves.
+        capacity: tokens of a sequence.
+    """
+    facts: ir.Value | None = None
+    for call in find_calls(graph.graph, CROSS_ATTENTION):
+        q, *audio = call.inputs
+        assert q is not None
+        _, heads, positions, width = (int(size) for size in audio[0].shape)  # type: ignore
+        if positions < capacity:
+            return
         graph.cursor = call
-        q, *given = call.inputs
-        heads = call.attributes["num_heads"].as_int()
-        for value in given:
+        if facts is None:
+            facts = _facts_of_audio(graph, q, positions)
+        pages = -(-positions // _AUDIO_ROWS)
+        is_float = cache is not None and cache.dtype == "float32"
+        for value in audio:
             assert value is not None
-            assert value.shape is not None
-            value.shape = ir.Shape([num_pages, heads, _AUDIO_ROWS, value.shape[3]])
-            value.type = stored
+            value.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
+            value.type = ir.TensorType(ir.DataType.FLOAT if is_float else ir.DataType.FLOAT16)
+        table = graph.constant("audio_pages", np.arange(pages)[None])
         y = graph.node(
             "CachedAttention",
-            [q, None, None, *given, sequences, pages],
+            [q, None, None, *audio, facts, table],
             domain=DOMAIN,
             num_heads=heads,
             kv_num_heads=heads,
             bidirectional=1,
         )
         graph.replace(call.outputs[0], y)
+
+
+def lower_audio_outputs(graph: GraphEditor, capacity: int) -> None:
+    """Write keys and values of audio in the pages that `lower_audio_attention` reads.
+
+    Args:
+        graph: of a speech model's encoder.
+        capacity: tokens of a sequence of its decoder.
+    """
+    for value in tuple(graph.graph.outputs):
+        last = value.producer()
+        if not str(value.name).startswith(CROSS) or last is None:
+            continue
+        _, heads, positions, width = (int(size) for size in value.shape)  # type: ignore
+        if positions < capacity:
+            return
+        graph.cursor = last  # the transposition of [1, A, heads, D]
+        pages = -(-positions // _AUDIO_ROWS)
+        missing = np.array([0] * 5 + [pages * _AUDIO_ROWS - positions, 0, 0])
+        whole = graph.node("Pad", [last.inputs[0], graph.constant("audio_padding", missing)])
+        shape = np.array([pages, _AUDIO_ROWS, heads, width])
+        cut = graph.node("Reshape", [whole, graph.constant("audio_shape", shape)])
+        found = graph.node("Transpose", [cut], perm=[0, 2, 1, 3])
+        graph.replace(value, found)
+        found.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
+
+
+def _facts_of_audio(graph: GraphEditor, q: ir.Value, positions: int) -> ir.Value:
+    """`SEQUENCES` of audio, int64 [1, 3]: the tokens of the pass count as its last positions."""
+    count = graph.node("Shape", [q], start=1, end=2)
+    before = graph.node("Sub", [graph.constant("audio_positions", np.array([positions])), count])
+    parts = [before, count, graph.constant("no_mask", np.array([0]))]
+    joined = graph.node("Concat", parts, axis=0)
+    return graph.node("Reshape", [joined, graph.constant("one_sequence", np.array([1, 3]))])
 
 
 def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:

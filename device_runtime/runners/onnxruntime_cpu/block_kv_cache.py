@@ -362,8 +362,13 @@ def block_kv_cache(cache: KVCache) -> BlockKVCache:
 
 
 def in_pages(rows: NDArray[Any], shape: Sequence[int], dtype: type) -> NDArray[Any]:
-    """Keys or values [1, heads, A, head_dim] in pages [pages, heads, rows of a page, head_dim]."""
+    """Keys or values of audio [1, heads, A, D] in pages of a shape [pages, heads, rows, D].
+
+    The engine's own encoder gives pages.
+    """
     pages, heads, page_rows, head_dim = shape
+    if (pages, page_rows) == rows.shape[::2]:
+        return np.asarray(rows, dtype)
     stored = np.zeros((heads, pages * page_rows, head_dim), dtype)
     stored[:, : rows.shape[2]] = rows[0]
     return stored.reshape(heads, pages, page_rows, head_dim).swapaxes(0, 1)

@@ -156,10 +156,14 @@ class BlockKVRunner(OnnxRuntimeRunner):
     def __init__(self, graphs: Sequence[LoadedGraph], pool: BlockPool, num_sequences: int) -> None:
         """Args: `graphs`, in ascending order of `max_rows`, the blocks, the maximum batch size."""
         super().__init__(graphs=graphs)
+        self._pages = {
+            each.name: (each.shape, dtype_of(each.type))
+            for each in graphs[0].session.get_inputs()
+            if each.name.startswith(graph_io.CROSS)
+        }
         self.kv_pool, self.max_batch_size = pool, num_sequences
         self._memory = self._blocks = pool
         self._adapters: dict[str, NDArray[Any]] = {}
-        self._audio_pages = _audio_pages(graphs[0].session)
         layers = _adapted_layers(graphs[0].session)
         if layers:
             none = np.zeros((1, layers, 3), np.int64)
@@ -168,8 +172,8 @@ class BlockKVRunner(OnnxRuntimeRunner):
     def hold(self, inputs: Inputs) -> None:
         """See `Runner`."""
         self._images = {
-            name: in_pages(array, *self._audio_pages[name])
-            if name in self._audio_pages
+            name: in_pages(array, *self._pages[name])
+            if name in self._pages
             else np.asarray(array, np.float32)
             for name, array in inputs.items()
         }
@@ -194,15 +198,6 @@ class BlockKVRunner(OnnxRuntimeRunner):
         """See `Runner`."""
         found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
-
-
-def _audio_pages(session: ort.InferenceSession) -> dict[str, tuple[Sequence[int], type]]:
-    """Shapes and dtypes of keys and values of audio by input name."""
-    return {
-        each.name: (each.shape, dtype_of(each.type))
-        for each in session.get_inputs()
-        if each.name.startswith(graph_io.CROSS)
-    }
 
 
 def _adapted_layers(session: ort.InferenceSession) -> int:

@@ -6,15 +6,21 @@ import io
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import assert_one_line_error
 from speech_checkpoints import chirp, write_wav
 
-from edgellm.device_runtime.transcription.transcriber import Transcriber, TranscriptionOptions
+from edgellm.device_runtime.transcription.options import TranscriptionOptions
+from edgellm.device_runtime.transcription.transcriber import Transcriber
+from edgellm.device_runtime.transcription.word_times import Word
 from edgellm.multimodal.audio import read_audio
+from edgellm.tools.command.transcript_formats import vtt
+from edgellm.tools.command.transcription_flags import TranscriptionFlags
 
+ONCE = "--temperature_increment_on_fallback", "0"
 TIME = r"(\d\d):(\d\d):(\d\d)[.,](\d\d\d)"
 
 
@@ -26,7 +32,7 @@ def recording(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(speech_engine, recording):
     """Its segments in German, and their text."""
-    options = TranscriptionOptions(language="de", timestamps=True)
+    options = TranscriptionOptions(language="de", timestamps="segment", temperatures=(0.0,))
     found = Transcriber(speech_engine).transcribe(read_audio(recording), options)
     segments = list(found)
     return [each for each in segments if each.text.strip()], found.text(segments).strip()
@@ -59,7 +65,7 @@ def test_a_checkpoint_becomes_a_transcript(transcribe, speech_checkpoint, record
 
 def test_formats(transcribe, speech_engine, recording, expected):
     segments, text = expected
-    given = recording, speech_engine, "--language", "de"
+    given = recording, speech_engine, "--language", "de", *ONCE
     assert transcribe(*given).stdout.split() == text.split()
     times = [time for each in segments for time in (each.start_s, each.end_s)]
     words = [word for each in segments for word in each.text.split()]
@@ -77,9 +83,65 @@ def test_formats(transcribe, speech_engine, recording, expected):
     found = json.loads(transcribe(*given, "--format", "json").stdout)
     assert (found["language"], found["task"], found["text"]) == ("de", "transcribe", text)
     assert found["duration"] == 1.9
-    assert [each["text"] for each in found["segments"] if each["text"].strip()] == [
-        each.text for each in segments
+    shown = [each for each in found["segments"] if each["text"].strip()]
+    for own, each in zip(shown, segments, strict=True):
+        assert (own["text"], own["tokens"]) == (each.text, [*each.token_ids])
+        for key in ("seek", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob"):
+            assert own[key] == getattr(each, key)
+
+
+def test_words_have_times(transcribe, speech_engine, recording):
+    """Of their own subtitles, in those of vtt, and in a list."""
+    options = TranscriptionOptions(language="de", timestamps="word", temperatures=(0.0,))
+    segments = [*Transcriber(speech_engine).transcribe(read_audio(recording), options)]
+    words = [word for each in segments for word in each.words]
+    given = recording, speech_engine, "--language", "de", "--word_timestamps", *ONCE
+    found = json.loads(transcribe(*given, "--format", "json").stdout)["words"]
+    times = [(round(word.start_s, 2), round(word.end_s, 2)) for word in words]
+    assert [(each["start"], each["end"]) for each in found] == times
+    assert [each["word"] for each in found] == [word.text.strip() for word in words]
+    flat = [time for pair in times for time in pair]
+    for words_of in ([], ["--format", "srt"]):
+        assert _times(transcribe(*given, *words_of).stdout) == pytest.approx(flat, abs=1e-3)
+    shown = transcribe(*given, "--format", "vtt").stdout
+    assert re.sub("<.*?>", "", shown).split()[-1] == words[-1].text.strip()
+
+
+def test_times_of_words_are_inside_of_vtt_cues(expected):
+    """They ascend, between those of the cue: https://www.w3.org/TR/webvtt1/#webvtt-cue-timestamp."""
+    times = (" Good", 0.5, 0.9), (" morning,", 0.9, 1.2), (" all", 0.9, 1.4), (" there.", 1.6, 2.5)
+    words = tuple(Word(text=text, start_s=start, end_s=end) for text, start, end in times)
+    segment = replace(expected[0][0], start_s=0.5, end_s=2.0, words=words)
+    assert [*vtt([segment])] == [
+        "WEBVTT\n\n",
+        "00:00:00.500 --> 00:00:02.000\nGood<00:00:00.900> morning, all<00:00:01.600> there.\n\n",
     ]
+
+
+def test_flags_are_options(transcribe, speech_engine, recording):
+    """Without flags they are the defaults of the Python interface."""
+    options = TranscriptionFlags().read(needs_times=False)
+    assert options == TranscriptionOptions()
+    given = recording, speech_engine, "--language", "de", "--format", "json"
+    words = (
+        *("--prompt", "w7 w9", "--no_condition_on_prev_tokens", "--temperature", "0.7"),
+        *("--temperature_increment_on_fallback", "0", "--logprob_threshold", "-9"),
+        *("--compression_ratio_threshold", "50", "--no_speech_threshold", "1", "--seed", "5"),
+    )
+    found = json.loads(transcribe(*given, *words).stdout)["segments"]
+    options = TranscriptionOptions(
+        language="de",
+        timestamps="segment",
+        prompt="w7 w9",
+        condition_on_prev_tokens=False,
+        temperatures=(0.7,),
+        logprob_threshold=-9,
+        compression_ratio_threshold=50,
+        no_speech_threshold=1,
+        seed=5,
+    )
+    expected = Transcriber(speech_engine).transcribe(read_audio(recording), options)
+    assert [each["tokens"] for each in found] == [[*each.token_ids] for each in expected]
 
 
 def test_a_recorder_writes_into_a_pipe(transcribe, speech_engine, recording, monkeypatch):
@@ -103,7 +165,7 @@ def test_bad_input(transcribe, speech_engine, tiny_engine, recording, tmp_path):
         ((silent, speech_engine), ("is silent", "microphone")),
         ((recording, tiny_engine), ("language model (llama)", "give a speech model")),
         ((recording, speech_engine, "--language", "klingon"), ("'klingon'", "de, en")),
-        ((recording, speech_engine, "--task", "sing"), ("--task sing", "translate")),
+        ((recording, speech_engine, "--task", "sing"), ("task 'sing'", "translate")),
         ((recording, speech_engine, "--format", "doc"), ("--format doc", "vtt")),
     ):
         result = transcribe(*words)
