@@ -8,14 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.core.artifact import verify_sizes
-from edgellm.core.errors import RequestError
+from edgellm.core.checksums import FileCheck
+from edgellm.core.errors import EdgeLLMError, RequestError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
-from edgellm.device_runtime.networks.speech import open_speech
+from edgellm.device_runtime.networks.speech import SpeechNetwork, open_speech
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules
+from edgellm.device_runtime.transcription.fair_lock import FairLock
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
 from edgellm.multimodal.audio import SAMPLE_RATE
 from edgellm.multimodal.log_mel import HOP, log_mel
@@ -43,22 +44,70 @@ class Segment:
     token_ids: tuple[int, ...]  # with timestamps
 
 
-class Transcriber:
-    """A loaded speech model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """A whole transcript."""
 
-    def __init__(self, folder: Path) -> None:
+    language: str
+    task: str
+    duration_s: float
+    text: str
+    segments: tuple[Segment, ...]
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Its segments."""
+        return iter(self.segments)
+
+    def whole(self) -> Transcript:
+        """Itself, as `Transcription.whole`."""
+        return self
+
+
+class Transcriber:
+    """A loaded speech model; `close` or `with` frees its memory.
+
+    Threads may share it: windows of their recordings are computed in turns.
+    """
+
+    def __init__(self, folder: Path | str, *, verify: bool | None = None) -> None:
         """Load the engine in a folder.
+
+        Args:
+            folder: made by llm_build on this machine.
+            verify: as of `LLM`.
 
         Raises:
             EdgeLLMError: it is damaged, of another machine, or not of a speech model.
         """
+        folder = Path(folder)
         engine = load_engine(folder, LLM_ENGINE)
-        verify_sizes(folder, engine.files)
-        self._network = open_speech(folder, engine)
+        with FileCheck(folder, engine.files, verify):
+            self._loaded: SpeechNetwork | None = open_speech(folder, engine)
+            self.tokenizer = ChatTokenizer(folder)
         assert engine.decoder.audio is not None
         self.spec: AudioSpec = engine.decoder.audio
-        self.tokenizer = ChatTokenizer(folder)
+        self.turn = FairLock()  # held while a window is computed
+        self.heard: object = None  # the window that was listened to last
         self._capacity, self._end_ids = engine.max_kv_cache_capacity, engine.eos_token_ids
+
+    def __enter__(self) -> Transcriber:
+        """`with Transcriber(...) as model:` closes it at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory after the running window; unfinished transcripts fail."""
+        with self.turn:
+            self._loaded = None
+
+    @property
+    def _network(self) -> SpeechNetwork:
+        if self._loaded is None:
+            raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
+        return self._loaded
 
     def transcribe(
         self, samples: F32, options: TranscriptionOptions | None = None
@@ -138,7 +187,6 @@ class Transcription:
         self._has_timestamps = options.timestamps or is_long
         whole = samples if is_long else np.pad(samples, (0, window - len(samples)))
         self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
-        self._heard = -1  # first frame of the encoded window
         self.language = (options.language or "").lower() or self._detect()
         self._prompt = [spec.start_id]
         if spec.languages:
@@ -153,11 +201,27 @@ class Transcription:
         stream = model.tokenizer.stream()
         while begin < end:
             frames = min(end - begin, model.spec.num_frames)
-            self._listen(begin)
-            spans, covered = split_window(model.spec, model.write(self._prompt, rules), frames)
+            with model.turn:
+                self._listen(begin)
+                text = model.write(self._prompt, rules)
+            spans, covered = split_window(model.spec, text, frames)
             for span in spans:
                 yield self._segment(span, begin * FRAME_S, stream)
             begin += covered or frames
+
+    def whole(self) -> Transcript:
+        """Compute all of it."""
+        return self.collected(tuple(self))
+
+    def collected(self, segments: tuple[Segment, ...]) -> Transcript:
+        """The whole transcript from all of its segments."""
+        return Transcript(
+            language=self.language,
+            task=self.task,
+            duration_s=self.duration_s,
+            text=self.text(segments).strip(),
+            segments=segments,
+        )
 
     def text(self, segments: Sequence[Segment]) -> str:
         """The text of segments together."""
@@ -180,14 +244,16 @@ class Transcription:
     def _detect(self) -> str:
         if not self._model.spec.languages:
             return "en"
-        self._listen(0)
-        return self._model.detect_language()
+        with self._model.turn:
+            self._listen(0)
+            return self._model.detect_language()
 
     def _listen(self, begin: int) -> None:
         """Encode the window that begins at a frame; frames after the audio are zeros."""
-        if begin == self._heard:
+        window_key = (self, begin)
+        if self._model.heard == window_key:
             return
         size = self._model.spec.num_frames
         window = self._features[:, begin : begin + size]
         self._model.listen(np.pad(window, ((0, 0), (0, size - window.shape[1]))))
-        self._heard = begin
+        self._model.heard = window_key

@@ -92,7 +92,7 @@ def transcribe(
     """
     require_choice("--task", task, _TASKS)
     require_choice("--format", output_format, _FORMATS)
-    from edgellm.tools.command.transcript_formats import FORMATS, plain_text, timed_lines
+    from edgellm.device_runtime.transcription.formats import FORMATS, plain_text, timed_lines
 
     samples = _samples(file)  # before the model is made, which may take minutes
     is_timed = timestamps or output_format != "txt"

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from edgellm.device_runtime.transcription.transcriber import Segment, Transcription
+from edgellm.device_runtime.transcription.transcriber import Segment, Transcript, Transcription
 
-Write = Callable[[Transcription], Iterator[str]]
+Write = Callable[[Transcription | Transcript], Iterator[str]]
 
 
-def timed_lines(found: Transcription) -> Iterator[str]:
+def timed_lines(found: Transcription | Transcript) -> Iterator[str]:
     """A line for each segment, with its times."""
     for each in _spoken(found):
         begin, end = _clock(each.start_s, "."), _clock(each.end_s, ".")
         yield f"[{begin} --> {end}] {each.text.strip()}\n"
 
 
-def plain_text(found: Transcription) -> Iterator[str]:
+def plain_text(found: Transcription | Transcript) -> Iterator[str]:
     """The text alone."""
     is_first = True
     for each in found:
@@ -26,14 +27,14 @@ def plain_text(found: Transcription) -> Iterator[str]:
     yield "\n"
 
 
-def srt(found: Transcription) -> Iterator[str]:
+def srt(found: Transcription | Transcript) -> Iterator[str]:
     """SubRip: numbered cues."""
     for number, each in enumerate(_spoken(found), 1):
         begin, end = _clock(each.start_s, ","), _clock(each.end_s, ",")
         yield f"{number}\n{begin} --> {end}\n{each.text.strip()}\n\n"
 
 
-def vtt(found: Transcription) -> Iterator[str]:
+def vtt(found: Transcription | Transcript) -> Iterator[str]:
     """WebVTT, https://www.w3.org/TR/webvtt1/."""
     yield "WEBVTT\n\n"
     for each in _spoken(found):
@@ -41,9 +42,13 @@ def vtt(found: Transcription) -> Iterator[str]:
         yield f"{begin} --> {end}\n{each.text.strip().replace('-->', '->')}\n\n"
 
 
-def as_json(found: Transcription) -> Iterator[str]:
-    """One object with the fields of OpenAI's `verbose_json`."""
-    segments = list(found)
+def as_json(found: Transcription | Transcript) -> Iterator[str]:
+    """One object, see `facts`."""
+    yield json.dumps(facts(found.whole()), ensure_ascii=False, indent=2) + "\n"
+
+
+def facts(found: Transcript) -> dict[str, Any]:
+    """The fields of OpenAI's `verbose_json`."""
     shown = [
         {
             "id": index,
@@ -51,22 +56,21 @@ def as_json(found: Transcription) -> Iterator[str]:
             "end": round(each.end_s, 2),
             "text": each.text,
         }
-        for index, each in enumerate(segments)
+        for index, each in enumerate(found.segments)
     ]
-    content = {
+    return {
         "task": found.task,
         "language": found.language,
         "duration": round(found.duration_s, 3),
-        "text": found.text(segments).strip(),
+        "text": found.text,
         "segments": shown,
     }
-    yield json.dumps(content, ensure_ascii=False, indent=2) + "\n"
 
 
 FORMATS: dict[str, Write] = {"txt": plain_text, "srt": srt, "vtt": vtt, "json": as_json}
 
 
-def _spoken(found: Transcription) -> Iterator[Segment]:
+def _spoken(found: Transcription | Transcript) -> Iterator[Segment]:
     """Segments with text."""
     return (each for each in found if each.text.strip())
 
