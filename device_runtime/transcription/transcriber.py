@@ -17,21 +17,16 @@ from edgellm.device_runtime.networks.speech import SpeechNetwork, open_speech
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules
 from edgellm.device_runtime.transcription.fair_lock import FairLock
+from edgellm.device_runtime.transcription.options import (
+    NO_TIMES,
+    TRANSCRIBE,
+    TranscriptionOptions,
+)
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
 from edgellm.multimodal.audio import SAMPLE_RATE
 from edgellm.multimodal.log_mel import HOP, log_mel
 
-TRANSCRIBE, TRANSLATE = TASKS = "transcribe", "translate"
 _STEP_S = 2 * FRAME_S
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TranscriptionOptions:
-    """Language, task and times of a transcript."""
-
-    language: str | None = None  # code of the speech, such as "de"; None: detected
-    task: str = TRANSCRIBE  # or TRANSLATE, to English
-    timestamps: bool = False  # times of segments; longer recordings than a window have them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +179,7 @@ class Transcription:
         self.task = options.task
         self.duration_s = len(samples) / SAMPLE_RATE
         is_long = len(samples) > window
-        self._has_timestamps = options.timestamps or is_long
+        self._has_timestamps = options.timestamps != NO_TIMES or is_long
         whole = samples if is_long else np.pad(samples, (0, window - len(samples)))
         self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
         self.language = (options.language or "").lower() or self._detect()

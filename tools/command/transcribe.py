@@ -98,12 +98,11 @@ def transcribe(
     is_timed = timestamps or output_format != "txt"
 
     def start(found: Prepared) -> Transcription:
-        from edgellm.device_runtime.transcription.transcriber import (
-            Transcriber,
-            TranscriptionOptions,
-        )
+        from edgellm.device_runtime.transcription.options import TranscriptionOptions
+        from edgellm.device_runtime.transcription.transcriber import Transcriber
 
-        options = TranscriptionOptions(language=language, task=task, timestamps=is_timed)
+        times = "segment" if is_timed else "none"
+        options = TranscriptionOptions(language=language, task=task, timestamps=times)
         return Transcriber(found.engine).transcribe(samples, options)
 
     transcript = use_model(app, model, RecipeFlags(quantize=quantize, fast=fast), start)

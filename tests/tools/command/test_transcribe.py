@@ -12,7 +12,8 @@ import pytest
 from conftest import assert_one_line_error
 from speech_checkpoints import chirp, write_wav
 
-from edgellm.device_runtime.transcription.transcriber import Transcriber, TranscriptionOptions
+from edgellm.device_runtime.transcription.options import TranscriptionOptions
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.multimodal.audio import read_audio
 
 TIME = r"(\d\d):(\d\d):(\d\d)[.,](\d\d\d)"
@@ -26,7 +27,7 @@ def recording(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(speech_engine, recording):
     """Its segments in German, and their text."""
-    options = TranscriptionOptions(language="de", timestamps=True)
+    options = TranscriptionOptions(language="de", timestamps="segment")
     found = Transcriber(speech_engine).transcribe(read_audio(recording), options)
     segments = list(found)
     return [each for each in segments if each.text.strip()], found.text(segments).strip()

@@ -11,7 +11,7 @@ from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.api.pooler import EmbeddingInput, RerankInput
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.params import SamplingParams
-from edgellm.device_runtime.transcription.transcriber import TranscriptionOptions
+from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.multimodal.media import Source
 
 
