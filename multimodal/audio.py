@@ -39,9 +39,7 @@ def read_audio(path: Path) -> NDArray[np.float32]:
         return decode_audio(file, str(path))
 
 
-def decode_audio(
-    file: BinaryIO, name: str, max_seconds: float = math.inf
-) -> NDArray[np.float32]:
+def decode_audio(file: BinaryIO, name: str, max_seconds: float = math.inf) -> NDArray[np.float32]:
     """As `read_audio`, for an open file that can be searched.
 
     Args:

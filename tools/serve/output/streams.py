@@ -160,7 +160,13 @@ class EventStream(Response):
     """A streamed output; it is aborted at the call's deadline if the client does not read it."""
 
     def __init__(
-        self, *, call: Call, writer: Writer[Any], first: list[Event], path: str, headers: dict[str, str]
+        self,
+        *,
+        call: Call,
+        writer: Writer[Any],
+        first: list[Event],
+        path: str,
+        headers: dict[str, str],
     ) -> None:
         super().__init__()
         self._own = [(name.encode(), value.encode()) for name, value in headers.items()]

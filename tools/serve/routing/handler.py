@@ -16,8 +16,8 @@ from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Call, Connection
 from edgellm.tools.serve.engines.speech_worker import SpeechWorker
 from edgellm.tools.serve.engines.worker import Worker
-from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.http.cors import IGNORED, SEED
+from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import Writer, answer
 from edgellm.tools.serve.schemas.history import ignored_fields
 from edgellm.tools.serve.schemas.openai import Sampled

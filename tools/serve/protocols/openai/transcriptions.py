@@ -25,6 +25,7 @@ from edgellm.tools.serve.output.streams import EVENTS, OneText
 from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 _Event = dict[str, Any]
+_Form = Form(media_type="multipart/form-data")
 _SUBTITLES = {"srt": srt, "vtt": vtt}
 _STREAMED = ("json", "text")  # formats
 
@@ -44,9 +45,12 @@ class SpeechForm(BaseModel):
         list[Literal["word", "segment"]], Field(alias="timestamp_granularities[]")
     ] = []
     stream: bool = False
+    include: Annotated[list[str], Field(alias="include[]")] = []
 
     def require_supported(self) -> None:
-        """Raise `ApiError` for fields that contradict each other."""
+        """Raise `ApiError` for unsupported fields, and for those that contradict each other."""
+        if self.include:
+            raise ApiError(400, "include[]: log-probabilities are not supported", param="include[]")
         if self.stream and self.response_format not in _STREAMED:
             raise ApiError(
                 400,
@@ -121,12 +125,12 @@ def add_transcriptions(app: FastAPI, engines: EnginePool) -> None:
         return await served.respond(request, asks, TranscriptWriter(form), streams=form.stream)
 
     @app.post("/v1/audio/transcriptions")
-    async def transcribe(form: Annotated[SpeechForm, Form()], request: Request) -> Response:
+    async def transcribe(form: Annotated[SpeechForm, _Form], request: Request) -> Response:
         """Write down the speech of an audio file."""
         return await transcribed(form, request, TRANSCRIBE)
 
     @app.post("/v1/audio/translations")
-    async def translate(form: Annotated[SpeechForm, Form()], request: Request) -> Response:
+    async def translate(form: Annotated[SpeechForm, _Form], request: Request) -> Response:
         """Translate the speech of an audio file to English."""
         return await transcribed(form, request, TRANSLATE)
 
