@@ -139,6 +139,16 @@ class AudioSpec:
         """The token of the window's begin."""
         return self.no_timestamps_id + 1
 
+    @property
+    def no_speech_id(self) -> int:
+        """The token whose probability at the start is that of a window without speech."""
+        return self.no_timestamps_id - 1
+
+    @property
+    def previous_id(self) -> int:
+        """The token before the text of earlier windows."""
+        return self.no_timestamps_id - 2
+
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:

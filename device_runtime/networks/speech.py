@@ -32,15 +32,18 @@ class SpeechNetwork:
         self._decoder.kv.free()
         self._length = 0
 
-    def next_logits(self, token_ids: I64) -> F32:
-        """Append tokens int64 [S] to the text; logits [V] after the last.
+    def logits(self, token_ids: I64, rows: I64) -> F32:
+        """Append tokens int64 [S] to the text; logits [R, V] after those at `rows` int64 [R].
 
         The array is valid until the next call.
         """
-        last = len(token_ids) - 1
-        found = self._decoder.run(token_ids, self._length, np.array([last]))
+        found = self._decoder.run(token_ids, self._length, rows)
         self._length += len(token_ids)
-        return found.logits[0]
+        return found.logits
+
+    def next_logits(self, token_ids: I64) -> F32:
+        """As `logits`, after the last token alone: [V]."""
+        return self.logits(token_ids, np.array([len(token_ids) - 1]))[0]
 
 
 def open_speech(folder: Path, engine: Engine) -> SpeechNetwork:

@@ -17,7 +17,7 @@ _NEVER = np.float32(-np.inf)
 
 
 class DecodingRules:
-    """Chooses the tokens of a window greedily among those that the rules allow."""
+    """The rules of a window's text."""
 
     def __init__(self, spec: AudioSpec, end_id: int, *, timestamps: bool) -> None:
         """Rules of a model.
@@ -31,8 +31,8 @@ class DecodingRules:
         self._suppressed = np.array(spec.suppressed, np.int64)
         self._suppressed_first = np.array(spec.suppressed_first, np.int64)
 
-    def choose(self, logits: F32, text: Sequence[int]) -> int:
-        """The next token.
+    def apply(self, logits: F32, text: Sequence[int]) -> None:
+        """Set the logits of tokens that cannot be next to minus infinity.
 
         Args:
             logits: [V]; overwritten.
@@ -43,7 +43,6 @@ class DecodingRules:
         logits[self._suppressed] = _NEVER
         if self._timestamps:
             self._require_timestamps(logits, text)
-        return int(logits.argmax())
 
     def _require_timestamps(self, logits: F32, text: Sequence[int]) -> None:
         first = self._spec.first_timestamp_id
@@ -62,11 +61,11 @@ class DecodingRules:
             logits[:first] = _NEVER
             if self._spec.max_initial_timestamp is not None:
                 logits[first + self._spec.max_initial_timestamp + 1 :] = _NEVER
-        if _log_sum(logits[first:]) > logits[:first].max():
+        if log_sum_exp(logits[first:]) > logits[:first].max():
             logits[:first] = _NEVER
 
 
-def _log_sum(logits: F32) -> np.float32:
+def log_sum_exp(logits: F32) -> np.float32:
     """Logarithm of the summed exponentials."""
     largest = logits.max()
     if largest == _NEVER:

@@ -52,9 +52,15 @@ def facts(found: Transcript) -> dict[str, Any]:
     shown = [
         {
             "id": index,
+            "seek": each.seek,
             "start": round(each.start_s, 2),
             "end": round(each.end_s, 2),
             "text": each.text,
+            "tokens": [*each.token_ids],
+            "temperature": each.temperature,
+            "avg_logprob": each.avg_logprob,
+            "compression_ratio": each.compression_ratio,
+            "no_speech_prob": each.no_speech_prob,
         }
         for index, each in enumerate(found.segments)
     ]

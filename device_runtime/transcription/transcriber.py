@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,30 +13,45 @@ from edgellm.core.errors import EdgeLLMError, RequestError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
-from edgellm.device_runtime.networks.speech import SpeechNetwork, open_speech
+from edgellm.device_runtime.networks.speech import open_speech
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
-from edgellm.device_runtime.transcription.decoding_rules import DecodingRules
 from edgellm.device_runtime.transcription.fair_lock import FairLock
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
     TranscriptionOptions,
 )
+from edgellm.device_runtime.transcription.parts import (
+    Audio,
+    Part,
+    SpeechParts,
+    SpeechStream,
+    WholeRecording,
+)
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
+from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
+from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
 from edgellm.multimodal.audio import SAMPLE_RATE
 from edgellm.multimodal.log_mel import HOP, log_mel
 
 _STEP_S = 2 * FRAME_S
+_START_TOKENS = 5  # of a prompt, besides earlier text
+_CONDITIONS_BELOW = 0.5  # the temperature of a text that the next window's prompt may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a transcript."""
+    """A part of a transcript. Its quality is that of the window's whole text."""
 
     start_s: float
     end_s: float
     text: str
     token_ids: tuple[int, ...]  # with timestamps
+    seek: int  # first frame of its window
+    temperature: float
+    avg_logprob: float  # of a token, natural logarithm
+    compression_ratio: float  # of the text
+    no_speech_prob: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +92,19 @@ class Transcriber:
         folder = Path(folder)
         engine = load_engine(folder, LLM_ENGINE)
         with FileCheck(folder, engine.files, verify):
-            self._loaded: SpeechNetwork | None = open_speech(folder, engine)
-            self.tokenizer = ChatTokenizer(folder)
+            network, self.tokenizer = open_speech(folder, engine), ChatTokenizer(folder)
         assert engine.decoder.audio is not None
         self.spec: AudioSpec = engine.decoder.audio
+        self.vocab_size, capacity = engine.decoder.vocab_size, engine.max_kv_cache_capacity
+        # Tokens of earlier text in a prompt
+        half = min(engine.decoder.max_positions, capacity) // 2 - 1
+        self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
+        self._end_ids = engine.eos_token_ids
+        self._decoder: WindowDecoder | None = WindowDecoder(
+            network=network, spec=self.spec, end_ids=engine.eos_token_ids, capacity=capacity
+        )
         self.turn = FairLock()  # held while a window is computed
         self.heard: object = None  # the window that was listened to last
-        self._capacity, self._end_ids = engine.max_kv_cache_capacity, engine.eos_token_ids
 
     def __enter__(self) -> Transcriber:
         """`with Transcriber(...) as model:` closes it at the end."""
@@ -96,13 +117,14 @@ class Transcriber:
     def close(self) -> None:
         """Free the memory after the running window; unfinished transcripts fail."""
         with self.turn:
-            self._loaded = None
+            self._decoder = None
 
     @property
-    def _network(self) -> SpeechNetwork:
-        if self._loaded is None:
+    def decoder(self) -> WindowDecoder:
+        """The decoder of windows; raises `EdgeLLMError` after `close`."""
+        if self._decoder is None:
             raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
-        return self._loaded
+        return self._decoder
 
     def transcribe(
         self, samples: F32, options: TranscriptionOptions | None = None
@@ -114,9 +136,37 @@ class Transcriber:
             options: None: the defaults.
 
         Raises:
-            RequestError: a language or task that the model does not have.
+            RequestError: a language or task that the model does not have, special tokens in
+                the prompt, or with `vad` no speech.
+            EdgeLLMError: `vad` without the package silero-vad.
         """
-        return Transcription(self, samples, options or TranscriptionOptions())
+        options = options or TranscriptionOptions()
+        self.require(options)
+        audio = SpeechParts(samples, self.window_size) if options.vad else WholeRecording(samples)
+        return Transcription(self, audio, options)
+
+    def transcribe_stream(
+        self, chunks: Iterable[F32], options: TranscriptionOptions | None = None
+    ) -> Transcription:
+        """Begin a transcript of audio that is still being recorded, cut at pauses.
+
+        A segment is computed half a second after the end of its speech.
+
+        Args:
+            chunks: samples as `transcribe` takes them, of any length; they may block.
+            options: None: the defaults.
+
+        Raises:
+            RequestError: as `transcribe`.
+            EdgeLLMError: silero-vad is not installed.
+        """
+        audio = SpeechStream(chunks, self.window_size)
+        return Transcription(self, audio, options or TranscriptionOptions())
+
+    @property
+    def window_size(self) -> int:
+        """Samples of a window."""
+        return self.spec.num_frames * HOP
 
     def require(self, options: TranscriptionOptions) -> None:
         """Raise `RequestError` for a language or task that the model does not have."""
@@ -134,75 +184,81 @@ class Transcriber:
                 hint="give one of its tasks, or another model: multilingual ones translate",
             )
 
+    def prompt_ids(self, prompt: str) -> tuple[int, ...]:
+        """Tokens of a prompt; () of an empty one.
+
+        Raises:
+            RequestError: it has special tokens.
+        """
+        if not prompt.strip():
+            return ()
+        found = self.tokenizer.encode(f" {prompt.strip()}", add_special_tokens=False)
+        if special := [each for each in found if each >= min(self._end_ids)]:
+            raise RequestError(
+                f"the prompt has the special token {self.tokenizer.token_text(special[0])}",
+                hint="give plain text as the prompt",
+            )
+        return tuple(found)
+
     def detect_language(self) -> str:
         """The most probable language of the window that was listened to last."""
-        logits = self._network.next_logits(np.array([self.spec.start_id]))
+        network = self.decoder.network
+        logits = network.next_logits(np.array([self.spec.start_id]))
         codes = sorted(self.spec.languages, key=self.spec.languages.__getitem__)
         scores = logits[[self.spec.languages[code] for code in codes]]
-        self._network.restart()
+        network.restart()
         return codes[int(scores.argmax())]
 
     def listen(self, features: F32) -> None:
         """Encode a window of features [mel bins, F]."""
-        self._network.listen(features)
-
-    def write(self, prompt: Sequence[int], rules: DecodingRules) -> list[int]:
-        """The tokens of the window after a prompt, without the end token."""
-        text: list[int] = []
-        logits = self._network.next_logits(np.array(prompt))
-        while True:
-            text.append(rules.choose(logits, text))
-            if text[-1] in self._end_ids:
-                return text[:-1]
-            if len(prompt) + len(text) >= self._capacity:
-                return text
-            logits = self._network.next_logits(np.array(text[-1:]))
-
-    def rules(self, *, timestamps: bool) -> DecodingRules:
-        """The rules of its tokens."""
-        return DecodingRules(self.spec, min(self._end_ids), timestamps=timestamps)
+        self.decoder.network.listen(features)
 
 
 class Transcription:
     """The transcript of one recording.
 
     Attributes:
-        language: code of the speech; "en" of English-only models.
+        language: code of the speech, "en" of English-only models; "" until it is detected in the
+            first window.
         task: of the options.
-        duration_s: of the recording.
+        before_pass: called before forward passes; what it raises ends the transcript.
     """
 
-    def __init__(self, model: Transcriber, samples: F32, options: TranscriptionOptions) -> None:
-        """Compute the features, and detect the language if it is not given."""
+    def __init__(self, model: Transcriber, audio: Audio, options: TranscriptionOptions) -> None:
+        """Compute nothing yet; raises as `Transcriber.transcribe`."""
         model.require(options)
-        spec, window = model.spec, model.spec.num_frames * HOP
-        self.task = options.task
-        self.duration_s = len(samples) / SAMPLE_RATE
-        is_long = len(samples) > window
-        self._has_timestamps = options.timestamps != NO_TIMES or is_long
-        whole = samples if is_long else np.pad(samples, (0, window - len(samples)))
-        self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
-        self.language = (options.language or "").lower() or self._detect()
-        self._prompt = [spec.start_id]
-        if spec.languages:
-            self._prompt += [spec.languages[self.language], spec.tasks[options.task]]
-        if not self._has_timestamps:
-            self._prompt.append(spec.no_timestamps_id)
+        self._model, self._audio, self._options = model, audio, options
+        self._prompt_ids = model.prompt_ids(options.prompt)
+        self.task, self.language = options.task, (options.language or "").lower()
+        self.before_pass: Callable[[], object] = _no_check
+
+    @property
+    def duration_s(self) -> float:
+        """Duration of the recording; of a stream, of what came so far."""
+        return self._audio.num_samples / SAMPLE_RATE
 
     def __iter__(self) -> Iterator[Segment]:
         """Its segments, as they are computed."""
-        model, begin, end = self._model, 0, self._features.shape[1]
-        rules = model.rules(timestamps=self._has_timestamps)
-        stream = model.tokenizer.stream()
-        while begin < end:
-            frames = min(end - begin, model.spec.num_frames)
-            with model.turn:
-                self._listen(begin)
-                text = model.write(self._prompt, rules)
-            spans, covered = split_window(model.spec, text, frames)
-            for span in spans:
-                yield self._segment(span, begin * FRAME_S, stream)
-            begin += covered or frames
+        stream = self._model.tokenizer.stream()
+        so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
+        for part in self._audio.parts():
+            heard, begin = _Features(part, self._model.spec), 0
+            while begin < heard.num_frames:
+                frames = min(heard.num_frames - begin, self._model.spec.num_frames)
+                with self._model.turn:
+                    previous = so_far if may_condition else self._prompt_ids
+                    found = self._decode(part, heard, begin, previous)
+                may_condition = (
+                    self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
+                )
+                if found.is_silent(self._options):
+                    begin += frames
+                    continue
+                spans, covered = split_window(self._model.spec, found.token_ids, frames)
+                for span in spans:
+                    so_far += span.token_ids
+                yield from self._segments(spans, found, part, begin, stream)
+                begin += covered or frames
 
     def whole(self) -> Transcript:
         """Compute all of it."""
@@ -224,31 +280,95 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _segment(self, span: Span, offset_s: float, stream: TextStream) -> Segment:
-        start, end = (
-            min(offset_s + steps * _STEP_S, self.duration_s) for steps in (span.begin, span.end)
-        )
-        text = "".join(map(stream.push, self._words(span.token_ids)))
-        return Segment(start_s=start, end_s=end, text=text, token_ids=span.token_ids)
+    def _decode(
+        self, part: Part, heard: _Features, begin: int, previous: Sequence[int]
+    ) -> WindowText:
+        """The text of a window at the first temperature with a text that is not poor."""
+        options, model = self._options, self._model
+        self.before_pass()
+        self._listen(heard, begin)
+        if not self.language:
+            self.language = model.detect_language() if model.spec.languages else "en"
+        has_timestamps = options.timestamps != NO_TIMES or heard.num_frames > model.spec.num_frames
+        kept = previous[-model.max_previous :]
+        before = (model.spec.previous_id, *kept) if previous else ()
+        found: WindowText | None = None
+        for temperature in options.temperatures:
+            found = model.decoder.decode(
+                Prompt(before, self._start(has_timestamps=has_timestamps)),
+                timestamps=has_timestamps,
+                temperature=temperature,
+                seed=options.seed + _seek(part, begin),
+                before_pass=self.before_pass,
+            )
+            if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
+                break
+        assert found is not None  # there are temperatures
+        return found
+
+    def _start(self, *, has_timestamps: bool) -> tuple[int, ...]:
+        """The tokens before a text, from that of the start on."""
+        spec = self._model.spec
+        start = [spec.start_id]
+        if spec.languages:
+            start += [spec.languages[self.language], spec.tasks[self.task]]
+        return (*start,) if has_timestamps else (*start, spec.no_timestamps_id)
+
+    def _segments(
+        self, spans: Sequence[Span], found: WindowText, part: Part, begin: int, stream: TextStream
+    ) -> Iterator[Segment]:
+        """The segments of a window."""
+        whole = self._model.tokenizer.decode([*self._words(found.token_ids)]).strip()
+        ratio = compression_ratio(whole.encode())
+        for span in spans:
+            first, last = (begin * FRAME_S + at * _STEP_S for at in (span.begin, span.end))
+            yield Segment(
+                start_s=part.time_s(first, ends=False),
+                end_s=part.time_s(last, ends=True),
+                text="".join(map(stream.push, self._words(span.token_ids))),
+                token_ids=span.token_ids,
+                seek=_seek(part, begin),
+                temperature=found.temperature,
+                avg_logprob=found.avg_logprob,
+                compression_ratio=ratio,
+                no_speech_prob=found.no_speech_prob,
+            )
 
     def _words(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Tokens without timestamps."""
         first = self._model.spec.first_timestamp_id
         return (token for token in token_ids if token < first)
 
-    def _detect(self) -> str:
-        if not self._model.spec.languages:
-            return "en"
-        with self._model.turn:
-            self._listen(0)
-            return self._model.detect_language()
+    def _listen(self, heard: _Features, begin: int) -> None:
+        """Encode a window, unless it was encoded last."""
+        if self._model.heard != (heard, begin):
+            self._model.listen(heard.window(begin))
+            self._model.heard = (heard, begin)
 
-    def _listen(self, begin: int) -> None:
-        """Encode the window that begins at a frame; frames after the audio are zeros."""
-        window_key = (self, begin)
-        if self._model.heard == window_key:
-            return
-        size = self._model.spec.num_frames
-        window = self._features[:, begin : begin + size]
-        self._model.listen(np.pad(window, ((0, 0), (0, size - window.shape[1]))))
-        self._model.heard = window_key
+
+class _Features:
+    """Log-mel features of a part of a recording, padded to a window."""
+
+    def __init__(self, part: Part, spec: AudioSpec) -> None:
+        missing = max(spec.num_frames * HOP - len(part.samples), 0)
+        self._values = log_mel(np.pad(part.samples, (0, missing)), spec.num_mel_bins)
+        self._size = spec.num_frames
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames, with those of padding."""
+        return self._values.shape[1]
+
+    def window(self, begin: int) -> F32:
+        """The window that begins at a frame; frames after the audio are zeros."""
+        found = self._values[:, begin : begin + self._size]
+        return np.pad(found, ((0, 0), (0, self._size - found.shape[1])))
+
+
+def _seek(part: Part, begin: int) -> int:
+    """The first frame of a window in the recording."""
+    return round(part.time_s(begin * FRAME_S, ends=False) / FRAME_S)
+
+
+def _no_check() -> None:
+    """Never raises."""

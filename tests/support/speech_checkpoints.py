@@ -41,9 +41,16 @@ DECODING: dict[str, Any] = {
     "lang_to_id": {name: IDS[name] for name in ("<|en|>", "<|de|>")},
     "task_to_id": {name: IDS[f"<|{name}|>"] for name in ("transcribe", "translate")},
     "no_timestamps_token_id": IDS["<|notimestamps|>"],
+    "prev_sot_token_id": IDS["<|startofprev|>"],
     "max_initial_timestamp_index": 25,
     "suppress_tokens": [3, 17, *(IDS[name] for name in SPECIAL[1:-1])],
     "begin_suppress_tokens": [5, IDS["<|endoftext|>"]],
+}
+# Options of a transcript that computes as `generate` does without thresholds
+GREEDY: dict[str, Any] = {
+    "temperatures": (0.0,),
+    "no_speech_threshold": None,
+    "condition_on_prev_tokens": False,
 }
 ENGLISH = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
 

@@ -15,6 +15,7 @@ from speech_checkpoints import chirp, write_wav
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.multimodal.audio import read_audio
+from edgellm.tools.command.transcription_flags import TranscriptionFlags
 
 TIME = r"(\d\d):(\d\d):(\d\d)[.,](\d\d\d)"
 
@@ -78,9 +79,37 @@ def test_formats(transcribe, speech_engine, recording, expected):
     found = json.loads(transcribe(*given, "--format", "json").stdout)
     assert (found["language"], found["task"], found["text"]) == ("de", "transcribe", text)
     assert found["duration"] == 1.9
-    assert [each["text"] for each in found["segments"] if each["text"].strip()] == [
-        each.text for each in segments
-    ]
+    shown = [each for each in found["segments"] if each["text"].strip()]
+    for own, each in zip(shown, segments, strict=True):
+        assert (own["text"], own["tokens"]) == (each.text, [*each.token_ids])
+        for key in ("seek", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob"):
+            assert own[key] == getattr(each, key)
+
+
+def test_flags_are_options(transcribe, speech_engine, recording):
+    """Without flags they are the defaults of the Python interface."""
+    options = TranscriptionFlags().read(needs_times=False)
+    assert options == TranscriptionOptions()
+    given = recording, speech_engine, "--language", "de", "--format", "json"
+    words = (
+        *("--prompt", "w7 w9", "--no_condition_on_prev_tokens", "--temperature", "0.7"),
+        *("--temperature_increment_on_fallback", "0", "--logprob_threshold", "-9"),
+        *("--compression_ratio_threshold", "50", "--no_speech_threshold", "1", "--seed", "5"),
+    )
+    found = json.loads(transcribe(*given, *words).stdout)["segments"]
+    options = TranscriptionOptions(
+        language="de",
+        timestamps="segment",
+        prompt="w7 w9",
+        condition_on_prev_tokens=False,
+        temperatures=(0.7,),
+        logprob_threshold=-9,
+        compression_ratio_threshold=50,
+        no_speech_threshold=1,
+        seed=5,
+    )
+    expected = Transcriber(speech_engine).transcribe(read_audio(recording), options)
+    assert [each["tokens"] for each in found] == [[*each.token_ids] for each in expected]
 
 
 def test_a_recorder_writes_into_a_pipe(transcribe, speech_engine, recording, monkeypatch):
@@ -104,7 +133,7 @@ def test_bad_input(transcribe, speech_engine, tiny_engine, recording, tmp_path):
         ((silent, speech_engine), ("is silent", "microphone")),
         ((recording, tiny_engine), ("language model (llama)", "give a speech model")),
         ((recording, speech_engine, "--language", "klingon"), ("'klingon'", "de, en")),
-        ((recording, speech_engine, "--task", "sing"), ("--task sing", "translate")),
+        ((recording, speech_engine, "--task", "sing"), ("task 'sing'", "translate")),
         ((recording, speech_engine, "--format", "doc"), ("--format doc", "vtt")),
     ):
         result = transcribe(*words)

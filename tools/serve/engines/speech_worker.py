@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import time
 
@@ -52,12 +53,12 @@ class SpeechWorker(Worker):
         samples = _samples(ask.audio)
         self._check(job)
         found = self._transcriber.transcribe(samples, ask.options)
+        found.before_pass = functools.partial(self._check, job)
         job.post(Started(0))
         segments: list[Segment] = []
         first = 0.0
         for segment in found:
             first = first or time.monotonic()
-            self._check(job)
             self._metrics.generated.inc(len(segment.token_ids))
             segments.append(segment)
             job.post(Step(segment.token_ids, segment.text))
