@@ -6,6 +6,7 @@ import ctypes
 import wave
 from pathlib import Path
 
+VOICE = Path(__file__).with_name("voice.txt")  # packages of speech and its detection
 _RETRIEVAL = 1  # samples go to a callback
 _UTF8 = 1
 _CALLBACK = ctypes.CFUNCTYPE(

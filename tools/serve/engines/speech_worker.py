@@ -24,6 +24,8 @@ _RECORDINGS = 4  # transcribed in turns, so that short ones need not wait for a 
 class SpeechWorker(Worker):
     """Transcribes recordings, each in a thread."""
 
+    too_late = "the recording was not transcribed within {limit}: cut it into shorter ones"
+
     def __init__(
         self,
         *,

@@ -59,6 +59,8 @@ class Job:
 class Worker(ABC):
     """Runs jobs concurrently, each in a thread."""
 
+    too_late = "no token was computed within {limit}: shorten the prompt"
+
     def __init__(
         self,
         *,
@@ -161,7 +163,7 @@ class Worker(ABC):
             limit = f"--requestTimeout {self._request_timeout_s:g} s"
             if job.until == job.deadline:
                 limit = "--totalTimeout, waiting included"
-            raise too_late(f"no token was computed within {limit}: shorten the prompt")
+            raise too_late(self.too_late.format(limit=limit))
 
     def _next(self) -> Job | None:
         with self._changed:
