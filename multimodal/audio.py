@@ -73,7 +73,12 @@ def _raw(path: Path) -> NDArray[np.float32]:
             f"{path} has {size} bytes, which are no 16-bit samples",
             hint="raw audio is 16-bit integers, little endian, mono, at 16 kHz; save it as WAV",
         )
-    return np.fromfile(path, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
+    return raw_samples(path.read_bytes())
+
+
+def raw_samples(content: bytes) -> NDArray[np.float32]:
+    """Samples of 16-bit integers, little endian."""
+    return np.frombuffer(content, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
 
 
 def _decoded(file: BinaryIO, name: str, max_seconds: float) -> NDArray[np.float32]:

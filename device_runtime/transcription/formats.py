@@ -18,6 +18,12 @@ def timed_lines(found: Transcription | Transcript) -> Iterator[str]:
         yield f"[{begin} --> {end}] {each.text.strip()}\n"
 
 
+def lines(found: Transcription | Transcript) -> Iterator[str]:
+    """A line for each segment, without its times."""
+    for each in _spoken(found):
+        yield f"{each.text.strip()}\n"
+
+
 def plain_text(found: Transcription | Transcript) -> Iterator[str]:
     """The text alone."""
     is_first = True

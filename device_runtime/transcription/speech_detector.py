@@ -164,11 +164,15 @@ def _session() -> Any:
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return ort.InferenceSession(str(_network_file()), options, providers=["CPUExecutionProvider"])
+    return ort.InferenceSession(str(network_file()), options, providers=["CPUExecutionProvider"])
 
 
-def _network_file() -> Path:
-    """The network in the package silero-vad, which is not imported: it needs torch."""
+def network_file() -> Path:
+    """The network in the package silero-vad, which is not imported: it needs torch.
+
+    Raises:
+        EdgeLLMError: the package is not installed.
+    """
     spec = importlib.util.find_spec("silero_vad")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         if (path := Path(folder, "data", "silero_vad.onnx")).is_file():
