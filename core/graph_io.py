@@ -134,6 +134,9 @@ DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is
 # which takes them as inputs of the same names.
 INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]
 CROSS = "cross."  # prefix of `cross_name`
+# activations [1, S, N*D]; queries of `AudioSpec.alignment_heads` in this order, before the product
+# with keys, from which the host computes what each token attends to
+ALIGNMENT_QUERIES = "alignment_queries"
 
 
 def cross_name(layer: int, part: str) -> str:

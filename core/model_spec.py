@@ -128,6 +128,9 @@ class AudioSpec:
     max_initial_timestamp: int | None  # steps; None: any
     suppressed: tuple[int, ...]  # tokens that are never chosen
     suppressed_first: tuple[int, ...]  # that are not chosen as the first of a window
+    # Layers and heads whose attention to audio follows the words, ascending
+    alignment_heads: tuple[tuple[int, int], ...]
+    median_filter_width: int  # positions of that attention that are smoothed together, odd
 
     @property
     def num_frames(self) -> int:

@@ -68,6 +68,11 @@ class PassResult:
             return np.zeros((self._rows, 0), np.float32)
         return self._outputs[graph_io.HIDDEN_TAPS][0]
 
+    @property
+    def alignment_queries(self) -> F32:
+        """[S, N*D], of a speech model; see `graph_io.ALIGNMENT_QUERIES`."""
+        return self._outputs[graph_io.ALIGNMENT_QUERIES][0]
+
 
 class SequencePart(NamedTuple):
     """Input of one sequence; see `DecoderNetwork.run`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import AUDIO_ENCODER
 from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32, I64
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, network
@@ -19,18 +21,25 @@ from edgellm.device_runtime.runners.runner import Runner
 class SpeechNetwork:
     """A loaded encoder of audio and its decoder, for one window at a time."""
 
-    def __init__(self, encoder: Runner, decoder: DecoderNetwork) -> None:
-        self._encoder, self._decoder, self._length = encoder, decoder, 0
+    def __init__(self, encoder: Runner, decoder: DecoderNetwork, audio: AudioSpec) -> None:
+        self._encoder, self._decoder, self._audio, self._length = encoder, decoder, audio, 0
+        self._cross: Mapping[str, F32] = {}
+        self._queries: list[F32] | None = None  # by token; None: not recorded
 
     def listen(self, features: F32) -> None:
         """Encode a window, log-mel features float32 [mel bins, F], and begin its text."""
-        self._decoder.listen(dict(self._encoder.run({graph_io.INPUT_FEATURES: features[None]})))
+        self._cross = dict(self._encoder.run({graph_io.INPUT_FEATURES: features[None]}))
+        self._decoder.listen(self._cross)
         self.restart()
 
-    def restart(self) -> None:
-        """Begin the text of the same window again."""
+    def restart(self, *, records_queries: bool = False) -> None:
+        """Begin the text of the same window again.
+
+        Args:
+            records_queries: for `attention_to_audio`.
+        """
         self._decoder.kv.free()
-        self._length = 0
+        self._length, self._queries = 0, [] if records_queries else None
 
     def logits(self, token_ids: I64, rows: I64) -> F32:
         """Append tokens int64 [S] to the text; logits [R, V] after those at `rows` int64 [R].
@@ -38,8 +47,31 @@ class SpeechNetwork:
         The array is valid until the next call.
         """
         found = self._decoder.run(token_ids, self._length, rows)
+        if self._queries is not None:
+            self._queries[self._length :] = found.alignment_queries.copy()
         self._length += len(token_ids)
         return found.logits
+
+    def attention_to_audio(self, tokens: slice, num_positions: int) -> F32:
+        """Attention weights [N, S, num_positions] of the alignment heads.
+
+        Args:
+            tokens: S of the text, prompt included.
+            num_positions: of the encoder, from the window's begin; weights of all sum to 1.
+        """
+        assert self._queries is not None
+        heads = self._audio.alignment_heads
+        queries = np.stack(self._queries[tokens]).reshape(
+            len(self._queries[tokens]), len(heads), -1
+        )
+        found = np.empty((len(heads), len(queries), num_positions), np.float32)
+        for at, (layer, head) in enumerate(heads):
+            keys = self._cross[graph_io.cross_name(layer, "key")][0, head]
+            scores = queries[:, at] @ keys.T / np.float32(np.sqrt(keys.shape[1]))
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            found[at] = weights[:, :num_positions]
+        return found
 
     def next_logits(self, token_ids: I64) -> F32:
         """As `logits`, after the last token alone: [V]."""
@@ -60,4 +92,4 @@ def open_speech(folder: Path, engine: Engine) -> SpeechNetwork:
         )
     opened = runners.find(engine.backend).open_engine(folder, engine)
     decoder = network(opened, spec, engine.max_kv_cache_capacity)
-    return SpeechNetwork(opened[AUDIO_ENCODER], decoder)
+    return SpeechNetwork(opened[AUDIO_ENCODER], decoder, spec.audio)

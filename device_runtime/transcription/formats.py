@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from edgellm.device_runtime.transcription.transcriber import Segment, Transcript, Transcription
+from edgellm.device_runtime.transcription.word_times import Word
 
 Write = Callable[[Transcription | Transcript], Iterator[str]]
 
 
 def timed_lines(found: Transcription | Transcript) -> Iterator[str]:
-    """A line for each segment, with its times."""
-    for each in _spoken(found):
+    """A line for each segment, or for each word that has times."""
+    for each in _cues(found):
         begin, end = _clock(each.start_s, "."), _clock(each.end_s, ".")
         yield f"[{begin} --> {end}] {each.text.strip()}\n"
 
@@ -35,17 +36,29 @@ def plain_text(found: Transcription | Transcript) -> Iterator[str]:
 
 def srt(found: Transcription | Transcript) -> Iterator[str]:
     """SubRip: numbered cues."""
-    for number, each in enumerate(_spoken(found), 1):
+    for number, each in enumerate(_cues(found), 1):
         begin, end = _clock(each.start_s, ","), _clock(each.end_s, ",")
         yield f"{number}\n{begin} --> {end}\n{each.text.strip()}\n\n"
 
 
 def vtt(found: Transcription | Transcript) -> Iterator[str]:
-    """WebVTT, https://www.w3.org/TR/webvtt1/."""
+    """WebVTT, https://www.w3.org/TR/webvtt1/; times of words are in the cue of their segment."""
     yield "WEBVTT\n\n"
     for each in _spoken(found):
         begin, end = _clock(each.start_s, "."), _clock(each.end_s, ".")
-        yield f"{begin} --> {end}\n{each.text.strip().replace('-->', '->')}\n\n"
+        text = _karaoke(each) if each.words else each.text
+        yield f"{begin} --> {end}\n{text.strip().replace('-->', '->')}\n\n"
+
+
+def _karaoke(segment: Segment) -> str:
+    """Words after the times at which they begin, which ascend within those of the cue."""
+    parts, latest = list[str](), segment.start_s
+    for word in segment.words:
+        if latest < word.start_s < segment.end_s:
+            latest = word.start_s
+            parts.append(f"<{_clock(latest, '.')}>")
+        parts.append(word.text)
+    return "".join(parts)
 
 
 def as_json(found: Transcription | Transcript) -> Iterator[str]:
@@ -70,16 +83,28 @@ def facts(found: Transcript) -> dict[str, Any]:
         }
         for index, each in enumerate(found.segments)
     ]
+    words = [
+        {"word": word.text.strip(), "start": round(word.start_s, 2), "end": round(word.end_s, 2)}
+        for each in found.segments
+        for word in each.words
+    ]
     return {
         "task": found.task,
         "language": found.language,
         "duration": round(found.duration_s, 3),
         "text": found.text,
         "segments": shown,
+        **({"words": words} if words else {}),
     }
 
 
 FORMATS: dict[str, Write] = {"txt": plain_text, "srt": srt, "vtt": vtt, "json": as_json}
+
+
+def _cues(found: Transcription | Transcript) -> Iterator[Segment | Word]:
+    """Words that have times, else segments with text."""
+    for each in _spoken(found):
+        yield from each.words or (each,)
 
 
 def _spoken(found: Transcription | Transcript) -> Iterator[Segment]:

@@ -68,8 +68,7 @@ class SpeechParts:
         """Detect the speech.
 
         Raises:
-            RequestError: there is none.
-            EdgeLLMError: silero-vad is not installed.
+            RequestError: there is none, or silero-vad is not installed.
         """
         detector = SpeechDetector(window_size)
         regions = detector.push(samples) + detector.finish()
@@ -92,7 +91,7 @@ class SpeechStream:
     """The speech of a recording that is not over: a part for each region."""
 
     def __init__(self, chunks: Iterable[F32], window_size: int) -> None:
-        """Load the detector; raises `EdgeLLMError` if silero-vad is not installed."""
+        """Load the detector; raises `RequestError` if silero-vad is not installed."""
         self._chunks, self._detector = chunks, SpeechDetector(window_size)
         self.num_samples = 0
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgellm.core.errors import EdgeLLMError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.arrays import F32
 from edgellm.multimodal.audio import SAMPLE_RATE
 
@@ -37,7 +37,7 @@ class SpeechProbabilities:
     """Probabilities of speech in the frames of one recording."""
 
     def __init__(self) -> None:
-        """Load the network; raises `EdgeLLMError` if silero-vad is not installed."""
+        """Load the network; raises `RequestError` if silero-vad is not installed."""
         self._session = _session()
         self._state = np.zeros((2, 1, 128), np.float32)
         self._held = np.zeros(_CONTEXT, np.float32)  # context, and samples of no whole frame
@@ -76,7 +76,7 @@ class SpeechDetector:
                 longest pause.
 
         Raises:
-            EdgeLLMError: silero-vad is not installed.
+            RequestError: silero-vad is not installed.
         """
         self._probabilities = SpeechProbabilities()
         self._max_size = max_size - FRAME - 2 * PADDING
@@ -171,13 +171,13 @@ def network_file() -> Path:
     """The network in the package silero-vad, which is not imported: it needs torch.
 
     Raises:
-        EdgeLLMError: the package is not installed.
+        RequestError: the package is not installed.
     """
     spec = importlib.util.find_spec("silero_vad")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         if (path := Path(folder, "data", "silero_vad.onnx")).is_file():
             return path
-    raise EdgeLLMError(
+    raise RequestError(
         "voice activity detection needs the package silero-vad",
         hint="pip install --no-deps silero-vad; without --no-deps pip adds torch, which is unused",
     )

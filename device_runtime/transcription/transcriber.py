@@ -19,11 +19,11 @@ from edgellm.device_runtime.transcription.fair_lock import FairLock
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
+    WORD_TIMES,
     TranscriptionOptions,
 )
 from edgellm.device_runtime.transcription.parts import (
     Audio,
-    Part,
     SpeechParts,
     SpeechStream,
     WholeRecording,
@@ -31,8 +31,10 @@ from edgellm.device_runtime.transcription.parts import (
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
 from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
 from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
+from edgellm.device_runtime.transcription.windows import PartWindows, Window
+from edgellm.device_runtime.transcription.word_times import Word, split_words
 from edgellm.multimodal.audio import SAMPLE_RATE
-from edgellm.multimodal.log_mel import HOP, log_mel
+from edgellm.multimodal.log_mel import HOP
 
 _STEP_S = 2 * FRAME_S
 _START_TOKENS = 5  # of a prompt, besides earlier text
@@ -52,6 +54,7 @@ class Segment:
     avg_logprob: float  # of a token, natural logarithm
     compression_ratio: float  # of the text
     no_speech_prob: float
+    words: tuple[Word, ...] = ()  # with times of words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,6 @@ class Transcriber:
             network=network, spec=self.spec, end_ids=engine.eos_token_ids, capacity=capacity
         )
         self.turn = FairLock()  # held while a window is computed
-        self.heard: object = None  # the window that was listened to last
 
     def __enter__(self) -> Transcriber:
         """`with Transcriber(...) as model:` closes it at the end."""
@@ -136,9 +138,8 @@ class Transcriber:
             options: None: the defaults.
 
         Raises:
-            RequestError: a language or task that the model does not have, special tokens in
-                the prompt, or with `vad` no speech.
-            EdgeLLMError: `vad` without the package silero-vad.
+            RequestError: a language or task that the model does not have, or special tokens in
+                the prompt; with `vad` no speech, or silero-vad is not installed.
         """
         options = options or TranscriptionOptions()
         self.require(options)
@@ -157,8 +158,7 @@ class Transcriber:
             options: None: the defaults.
 
         Raises:
-            RequestError: as `transcribe`.
-            EdgeLLMError: silero-vad is not installed.
+            RequestError: as `transcribe` with `vad`.
         """
         audio = SpeechStream(chunks, self.window_size)
         return Transcription(self, audio, options or TranscriptionOptions())
@@ -242,23 +242,22 @@ class Transcription:
         stream = self._model.tokenizer.stream()
         so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
         for part in self._audio.parts():
-            heard, begin = _Features(part, self._model.spec), 0
-            while begin < heard.num_frames:
-                frames = min(heard.num_frames - begin, self._model.spec.num_frames)
+            windows = PartWindows(part, self._model.spec)
+            for window in windows:
                 with self._model.turn:
                     previous = so_far if may_condition else self._prompt_ids
-                    found = self._decode(part, heard, begin, previous)
+                    found, times = self._decode(window, previous)
                 may_condition = (
                     self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
                 )
                 if found.is_silent(self._options):
-                    begin += frames
+                    windows.advance(window.num_frames)
                     continue
-                spans, covered = split_window(self._model.spec, found.token_ids, frames)
+                spans, covered = split_window(self._model.spec, found.token_ids, window.num_frames)
                 for span in spans:
                     so_far += span.token_ids
-                yield from self._segments(spans, found, part, begin, stream)
-                begin += covered or frames
+                yield from self._segments(spans, found, window, times, stream)
+                windows.advance(covered or window.num_frames)
 
     def whole(self) -> Transcript:
         """Compute all of it."""
@@ -280,94 +279,92 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _decode(
-        self, part: Part, heard: _Features, begin: int, previous: Sequence[int]
-    ) -> WindowText:
-        """The text of a window at the first temperature with a text that is not poor."""
+    def _decode(self, window: Window, previous: Sequence[int]) -> tuple[WindowText, list[float]]:
+        """The text of a window at the first temperature with a text that is not poor.
+
+        Also the seconds in the window at which its tokens end; [] if words have no times.
+        """
         options, model = self._options, self._model
         self.before_pass()
-        self._listen(heard, begin)
+        model.listen(window.features)
         if not self.language:
             self.language = model.detect_language() if model.spec.languages else "en"
-        has_timestamps = options.timestamps != NO_TIMES or heard.num_frames > model.spec.num_frames
-        kept = previous[-model.max_previous :]
-        before = (model.spec.previous_id, *kept) if previous else ()
-        found: WindowText | None = None
+        has_timestamps = options.timestamps != NO_TIMES or window.is_of_several
+        prompt = self._prompt(previous, has_timestamps=has_timestamps)
+        aligns, found = options.timestamps == WORD_TIMES, None
         for temperature in options.temperatures:
             found = model.decoder.decode(
-                Prompt(before, self._start(has_timestamps=has_timestamps)),
+                prompt,
                 timestamps=has_timestamps,
                 temperature=temperature,
-                seed=options.seed + _seek(part, begin),
+                seed=options.seed + window.seek,
+                aligns=aligns,
                 before_pass=self.before_pass,
             )
             if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
                 break
         assert found is not None  # there are temperatures
-        return found
+        if not aligns or found.is_silent(options):
+            return found, []
+        positions = model.decoder.align(prompt, found, window.num_positions)
+        return found, [position * _STEP_S for position in positions]
 
-    def _start(self, *, has_timestamps: bool) -> tuple[int, ...]:
-        """The tokens before a text, from that of the start on."""
+    def _prompt(self, previous: Sequence[int], *, has_timestamps: bool) -> Prompt:
         spec = self._model.spec
-        start = [spec.start_id]
+        kept, start = previous[-self._model.max_previous :], [spec.start_id]
         if spec.languages:
             start += [spec.languages[self.language], spec.tasks[self.task]]
-        return (*start,) if has_timestamps else (*start, spec.no_timestamps_id)
+        if not has_timestamps:
+            start.append(spec.no_timestamps_id)
+        return Prompt((spec.previous_id, *kept) if previous else (), tuple(start))
 
     def _segments(
-        self, spans: Sequence[Span], found: WindowText, part: Part, begin: int, stream: TextStream
+        self,
+        spans: Sequence[Span],
+        found: WindowText,
+        window: Window,
+        times: Sequence[float],
+        stream: TextStream,
     ) -> Iterator[Segment]:
         """The segments of a window."""
         whole = self._model.tokenizer.decode([*self._words(found.token_ids)]).strip()
         ratio = compression_ratio(whole.encode())
+        first, ends = 0, [0.0, *times]
         for span in spans:
-            first, last = (begin * FRAME_S + at * _STEP_S for at in (span.begin, span.end))
             yield Segment(
-                start_s=part.time_s(first, ends=False),
-                end_s=part.time_s(last, ends=True),
+                start_s=window.time_s(span.begin * _STEP_S, ends=False),
+                end_s=window.time_s(span.end * _STEP_S, ends=True),
                 text="".join(map(stream.push, self._words(span.token_ids))),
                 token_ids=span.token_ids,
-                seek=_seek(part, begin),
+                seek=window.seek,
                 temperature=found.temperature,
                 avg_logprob=found.avg_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=found.no_speech_prob,
+                words=self._timed_words(window, span.token_ids, ends[first:]) if times else (),
             )
+            first += len(span.token_ids)
+
+    def _timed_words(
+        self, window: Window, token_ids: Sequence[int], ends: Sequence[float]
+    ) -> tuple[Word, ...]:
+        """Words of a segment; `ends` of the token before it, and of each of its own."""
+        first = self._model.spec.first_timestamp_id
+        places = [at for at, token in enumerate(token_ids) if token < first]
+        pieces = [self._model.tokenizer.token_bytes(token_ids[at]) for at in places]
+        return tuple(
+            Word(
+                text=text,
+                start_s=window.time_s(ends[places[begin]], ends=False),
+                end_s=window.time_s(ends[places[end - 1] + 1], ends=True),
+            )
+            for text, begin, end in split_words(pieces, self.language)
+        )
 
     def _words(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Tokens without timestamps."""
         first = self._model.spec.first_timestamp_id
         return (token for token in token_ids if token < first)
-
-    def _listen(self, heard: _Features, begin: int) -> None:
-        """Encode a window, unless it was encoded last."""
-        if self._model.heard != (heard, begin):
-            self._model.listen(heard.window(begin))
-            self._model.heard = (heard, begin)
-
-
-class _Features:
-    """Log-mel features of a part of a recording, padded to a window."""
-
-    def __init__(self, part: Part, spec: AudioSpec) -> None:
-        missing = max(spec.num_frames * HOP - len(part.samples), 0)
-        self._values = log_mel(np.pad(part.samples, (0, missing)), spec.num_mel_bins)
-        self._size = spec.num_frames
-
-    @property
-    def num_frames(self) -> int:
-        """Number of frames, with those of padding."""
-        return self._values.shape[1]
-
-    def window(self, begin: int) -> F32:
-        """The window that begins at a frame; frames after the audio are zeros."""
-        found = self._values[:, begin : begin + self._size]
-        return np.pad(found, ((0, 0), (0, self._size - found.shape[1])))
-
-
-def _seek(part: Part, begin: int) -> int:
-    """The first frame of a window in the recording."""
-    return round(part.time_s(begin * FRAME_S, ends=False) / FRAME_S)
 
 
 def _no_check() -> None:

@@ -13,6 +13,7 @@ from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules, log_sum_exp
 from edgellm.device_runtime.transcription.window_text import WindowText
+from edgellm.device_runtime.transcription.word_times import first_positions
 
 
 class Prompt(NamedTuple):
@@ -44,6 +45,7 @@ class WindowDecoder:
         timestamps: bool,
         temperature: float,
         seed: int,
+        aligns: bool,
         before_pass: Callable[[], object],
     ) -> WindowText:
         """The text after a prompt.
@@ -53,12 +55,13 @@ class WindowDecoder:
             timestamps: whether the text has them.
             temperature: 0 is greedy.
             seed: of the samples at other temperatures.
+            aligns: whether `align` may follow.
             before_pass: called before each forward pass; may raise.
         """
         rules = DecodingRules(self._spec, min(self._end_ids), timestamps=timestamps)
         params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=seed)
         sampler, given = Sampler(params=params), prompt.token_ids
-        self.network.restart()
+        self.network.restart(records_queries=aligns)
         before_pass()
         starts = [len(prompt.previous), len(given) - 1]
         start, logits = self.network.logits(np.array(given), np.array(starts))
@@ -81,3 +84,19 @@ class WindowDecoder:
                 )
             before_pass()
             (logits,) = self.network.logits(np.array([token]), np.array([0]))
+
+    def align(self, prompt: Prompt, text: WindowText, num_positions: int) -> list[int]:
+        """The position of audio at which each token of the latest text begins.
+
+        Args:
+            prompt: of the window.
+            text: that was decoded last.
+            num_positions: of audio in the window, 20 ms each.
+        """
+        count = len(text.token_ids) - (not text.end)  # without end, no token follows the last one
+        if count < 1:
+            return [0] * len(text.token_ids)
+        begin = len(prompt.token_ids)
+        attention = self.network.attention_to_audio(slice(begin, begin + count), num_positions)
+        found = first_positions(attention, self._spec.median_filter_width).tolist()
+        return found if text.end else [*found, found[-1]]

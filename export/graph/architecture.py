@@ -47,9 +47,6 @@ def read_architecture(
     reader = ConfigReader(tower.config)
     config = replace(architecture.Config.from_hf(reader), images=images)
     reader.finish(options.ignore_config_keys)
-    if listener is not None:
-        _refuse_flags(options)
-        config = replace(config, audio=_read_audio(checkpoint, config))
     if options.num_layers is not None:
         if not 1 <= options.num_layers <= config.num_hidden_layers:
             raise UnsupportedModelError(
@@ -60,6 +57,9 @@ def read_architecture(
             raise UnsupportedModelError(
                 f"--num_layers {options.num_layers}: none of these layers attends"
             )
+    if listener is not None:
+        _refuse_flags(options)
+        config = replace(config, audio=_read_audio(checkpoint, config))
     return tower, architecture, config
 
 
@@ -68,7 +68,7 @@ def _read_audio(checkpoint: Checkpoint, config: Any) -> AudioSpec:
         checkpoint,
         num_mel_bins=config.num_mel_bins,
         num_positions=config.num_positions,
-        num_heads=config.num_attention_heads,
+        heads=(config.num_hidden_layers, config.num_attention_heads),
     )
 
 

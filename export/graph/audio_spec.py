@@ -21,12 +21,13 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _TASKS = ("transcribe", "translate")
 _MULTILINGUAL = 51865  # smallest vocabulary of models with languages, which lack one token less
 _FRAMES_PER_S = 100
+_FILTER_WIDTH = 7
 # What log-mel features are computed by; see `edgellm.multimodal.log_mel`
 _FEATURES = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160, "dither": 0.0}
 
 
 def read_audio(
-    checkpoint: Checkpoint, *, num_mel_bins: int, num_positions: int, num_heads: int
+    checkpoint: Checkpoint, *, num_mel_bins: int, num_positions: int, heads: tuple[int, int]
 ) -> AudioSpec:
     """The audio that a checkpoint transcribes.
 
@@ -34,7 +35,7 @@ def read_audio(
         checkpoint: of the speech model.
         num_mel_bins: of its features.
         num_positions: of its encoder in a window.
-        num_heads: of attention to audio.
+        heads: number of the decoder's layers, and of heads of attention to audio in each.
 
     Raises:
         UnsupportedModelError: other features than Whisper's, or wrong values.
@@ -48,7 +49,7 @@ def read_audio(
     return AudioSpec(
         num_mel_bins=num_mel_bins,
         num_positions=num_positions,
-        num_heads=num_heads,
+        num_heads=heads[1],
         start_id=_token(checkpoint, "<|startoftranscript|>", start, vocabulary),
         languages=languages,
         tasks=_tasks(given, vocabulary) if languages else {},
@@ -56,13 +57,41 @@ def read_audio(
         max_initial_timestamp=given.optional("max_initial_timestamp_index", int),
         suppressed=_ids(given, "suppress_tokens"),
         suppressed_first=_ids(given, "begin_suppress_tokens"),
+        alignment_heads=_alignment_heads(given, *heads),
+        median_filter_width=_filter_width(given),
     )
+
+
+def _alignment_heads(
+    given: ConfigReader, num_layers: int, num_heads: int
+) -> tuple[tuple[int, int], ...]:
+    """Layers and heads that follow the words; all of the later half if they are not given."""
+    later = [[at, head] for at in range(num_layers // 2, num_layers) for head in range(num_heads)]
+    found = given.read("alignment_heads", list, later)
+    for each in found:
+        is_pair = isinstance(each, list) and len(each) == 2 and all(type(n) is int for n in each)
+        if not is_pair or not (each[0] >= 0 and 0 <= each[1] < num_heads):
+            raise UnsupportedModelError(
+                f"generation_config.json: alignment_heads has {each!r}, which is no head",
+                hint="correct it in generation_config.json: pairs of a layer and a head",
+            )
+    kept = sorted({(layer, head) for layer, head in found if layer < num_layers})
+    return tuple(kept or map(tuple, later))
+
+
+def _filter_width(given: ConfigReader) -> int:
+    width = given.positive("median_filter_width", _FILTER_WIDTH)
+    if width % 2 == 0:
+        raise UnsupportedModelError(
+            f"config.json: median_filter_width {width} is even", hint="give an odd number"
+        )
+    return width
 
 
 def _given(checkpoint: Checkpoint) -> ConfigReader:
     """Values of generation_config.json, or of config.json if there is no such file."""
     values = checkpoint.generation_config or checkpoint.config
-    sizes = {key: checkpoint.config.get(key) for key in ("vocab_size",)}
+    sizes = {key: checkpoint.config.get(key) for key in ("vocab_size", "median_filter_width")}
     return ConfigReader({**values, **sizes})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
 from edgellm.core import graph_io
@@ -17,6 +18,7 @@ from edgellm.core.graph_io import (
     HEAD_ROWS,
     ROWS,
 )
+from edgellm.core.model_spec import AudioSpec
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.graph.decoder_io import (
@@ -65,6 +67,8 @@ def build_decoder(
     outputs = _logits(op, network, hidden, inputs, config) if config.is_causal else []
     if hidden_taps:
         outputs.append(_taps(op, network, hidden, state, hidden_taps, config.hidden_size))
+    if config.audio is not None:
+        outputs.append(_alignment_queries(op, state, config.audio, config.head_dim))
     outputs += [
         typed(state.present[graph_io.present_name(cache, part)], dtype, cache_shape(config, layer))
         for cache, layer in enumerate(config.attending_layers)
@@ -119,6 +123,19 @@ def build_commit(recurrences: Recurrences) -> tuple[ir.Model, Op]:
 def _copied(value: ir.Value) -> ir.Value:
     """A new input with the same name."""
     return ir.Value(name=value.name, shape=value.shape, type=value.type)
+
+
+def _alignment_queries(op: Op, state: PassState, audio: AudioSpec, head_dim: int) -> ir.Value:
+    """Queries of the heads that follow the words, concatenated, [1, S, N*D]."""
+    found: list[ir.Value] = []
+    with op.scope("alignment"):
+        for layer, queries in state.audio_queries.items():
+            heads = np.array([head for at, head in audio.alignment_heads if at == layer])
+            if len(heads):
+                own = (heads[:, None] * head_dim + np.arange(head_dim)).ravel()
+                found.append(op.Gather(queries, op.constant(own), axis=2))
+        joined = op.Concat(*found, axis=-1, name=graph_io.ALIGNMENT_QUERIES)
+    return typed(joined, op.dtype, [1, ROWS, len(audio.alignment_heads) * head_dim])
 
 
 def _taps(

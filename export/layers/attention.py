@@ -61,6 +61,8 @@ class PassState:
     is_causal: bool = True  # False: all tokens of a pass attend to each other
     images: ImageRows | None = None
     cross: dict[str, ir.Value] = field(default_factory=dict)  # by contract name, [1, heads, A, D]
+    # By layer, [1, S, num_heads*D]
+    audio_queries: dict[int, ir.Value] = field(default_factory=dict)
     recurrences: Recurrences | None = None  # of recurrent layers
     visible: dict[tuple[int | None, bool], ir.Value] = field(default_factory=dict)  # bool [S, C]
     # By id of a rope, cos and sin [C, R / 2]; of M-RoPE [1, S, R / 2].
@@ -180,6 +182,7 @@ class PassState:
 
     def attend_audio(self, layer: int, q: ir.Value, num_heads: int) -> ir.Value:
         """Attend to the window of audio; q [1, S, num_heads*D] -> the same shape."""
+        self.audio_queries[layer] = q
         given = [self.cross[cross_name(layer, part)] for part in ("key", "value")]
         return call(self.op, cross_attention(), q, *given, num_heads=num_heads)
 

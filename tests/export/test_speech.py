@@ -137,6 +137,8 @@ def changed(speech_checkpoint, tmp_path):
         ("config.json", {"decoder_attention_heads": 5}, "d_model 48"),
         ("config.json", {"unknown_rule": 3}, "unknown_rule"),
         ("generation_config.json", {"suppress_tokens": ["x"]}, "suppress_tokens has 'x'"),
+        ("generation_config.json", {"alignment_heads": [[0, 3]]}, "no head"),
+        ("config.json", {"median_filter_width": 4}, "median_filter_width 4"),
     ],
 )
 def test_unsupported_models_are_rejected(changed, name, values, fragment):

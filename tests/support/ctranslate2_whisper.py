@@ -11,6 +11,7 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,7 +149,7 @@ def _config(arrays: Arrays) -> dict[str, object]:
     }
 
 
-def _decoding(own: dict[str, list[int]]) -> dict[str, object]:
+def _decoding(own: dict[str, list[Any]]) -> dict[str, object]:
     """generation_config.json of openai/whisper-tiny.en."""
     return {
         "decoder_start_token_id": 50257,
@@ -161,4 +162,5 @@ def _decoding(own: dict[str, list[int]]) -> dict[str, object]:
         "no_timestamps_token_id": 50362,
         "suppress_tokens": own["suppress_ids"],
         "begin_suppress_tokens": own["suppress_ids_begin"],
+        "alignment_heads": own["alignment_heads"],
     }

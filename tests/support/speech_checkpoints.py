@@ -45,6 +45,7 @@ DECODING: dict[str, Any] = {
     "max_initial_timestamp_index": 25,
     "suppress_tokens": [3, 17, *(IDS[name] for name in SPECIAL[1:-1])],
     "begin_suppress_tokens": [5, IDS["<|endoftext|>"]],
+    "alignment_heads": [[2, 1], [1, 0], [1, 2]],
 }
 # Options of a transcript that computes as `generate` does without thresholds
 GREEDY: dict[str, Any] = {

@@ -110,6 +110,7 @@ def transcribe(
     _require_sources(given, output_dir, mic=mic, live=live)
     targets = _targets(given, output_dir, output_format) if output_dir is not None else []
     from edgellm.device_runtime.transcription import formats, speech_detector
+    from edgellm.device_runtime.transcription.options import NO_TIMES
     from edgellm.device_runtime.transcription.transcriber import Transcriber
 
     is_live = mic or live
@@ -118,8 +119,8 @@ def transcribe(
     if options.vad:
         speech_detector.network_file()  # before the model is made, which may take minutes
     write = formats.FORMATS[output_format]
-    if output_format == "txt" and (flags.timestamps or is_live):
-        write = formats.timed_lines if flags.timestamps else formats.lines
+    if output_format == "txt" and (is_live or options.timestamps != NO_TIMES):
+        write = formats.lines if options.timestamps == NO_TIMES else formats.timed_lines
     samples = _samples(given[0]) if not is_live and not targets else None
 
     def start(found: Prepared) -> Transcriber:

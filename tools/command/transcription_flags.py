@@ -44,6 +44,15 @@ Timestamps = Annotated[
         "have.",
     ),
 ]
+WordTimestamps = Annotated[
+    bool,
+    _flag(
+        "Output",
+        "--word_timestamps",
+        help_text="Give each word its times: a line or subtitle of its own, or times within those "
+        "of vtt, or in json's list of words.",
+    ),
+]
 Prompt = Annotated[
     str,
     _flag(
@@ -129,6 +138,7 @@ class TranscriptionFlags:
     language: Language = None
     task: Task = "transcribe"
     timestamps: Timestamps = False
+    word_timestamps: WordTimestamps = False
     prompt: Prompt = ""
     condition_on_prev_tokens: ConditionOnPrevTokens = True
     temperature: Temperature = 0.0
@@ -144,6 +154,8 @@ class TranscriptionFlags:
         from edgellm.device_runtime.transcription import options
 
         times = options.SEGMENT_TIMES if self.timestamps or needs_times else options.NO_TIMES
+        if self.word_timestamps:
+            times = options.WORD_TIMES
         return options.TranscriptionOptions(
             language=self.language,
             task=self.task,

@@ -85,7 +85,8 @@ def _packed_masks(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
     return values
 
 
-_OF_ROWS = graph_io.HIDDEN_TAPS, graph_io.STATE_ROWS  # prefixes of outputs of all tokens
+# Prefixes of outputs of all tokens
+_OF_ROWS = graph_io.HIDDEN_TAPS, graph_io.ALIGNMENT_QUERIES, graph_io.STATE_ROWS
 
 
 class _Share(Mapping[str, NDArray[Any]]):

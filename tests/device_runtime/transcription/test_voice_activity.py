@@ -15,7 +15,7 @@ from speech_checkpoints import FIRST_TIMESTAMP, GREEDY, chirp, load_speech
 from spoken import VOICE, say
 from tokenizers import Tokenizer
 
-from edgellm.core.errors import EdgeLLMError, RequestError
+from edgellm.core.errors import RequestError
 from edgellm.device_runtime.transcription import speech_detector
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.parts import Part, pack
@@ -45,6 +45,9 @@ def silero():
             utilities = importlib.import_module("silero_vad.utils_vad")
         model = utilities.OnnxWrapper(f"{folder}/silero_vad/data/silero_vad.onnx")
         yield utilities, model
+    for name in [name for name in sys.modules if name.split(".")[0] == "silero_vad"]:
+        del sys.modules[name]
+    speech_detector._session.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +196,6 @@ def test_no_speech(transcriber):
 def test_the_package_is_named_if_it_is_missing(transcriber, monkeypatch):
     monkeypatch.setattr(speech_detector.importlib.util, "find_spec", lambda _: None)
     speech_detector._session.cache_clear()
-    with pytest.raises(EdgeLLMError, match="silero-vad") as caught:
+    with pytest.raises(RequestError, match="silero-vad") as caught:
         transcriber.transcribe(chirp(1), TranscriptionOptions(vad=True))
     assert "pip install --no-deps silero-vad" in caught.value.hint

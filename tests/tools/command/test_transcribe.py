@@ -25,6 +25,7 @@ from edgellm.multimodal.audio import read_audio
 from edgellm.tools.command.transcription_flags import TranscriptionFlags
 
 EDGELLM = Path(sys.executable).parent / "edgellm"
+ONCE = "--temperature_increment_on_fallback", "0"
 TIME = r"(\d\d):(\d\d):(\d\d)[.,](\d\d\d)"
 
 
@@ -36,7 +37,7 @@ def recording(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(speech_engine, recording):
     """Its segments in German, and their text."""
-    options = TranscriptionOptions(language="de", timestamps="segment")
+    options = TranscriptionOptions(language="de", timestamps="segment", temperatures=(0.0,))
     found = Transcriber(speech_engine).transcribe(read_audio(recording), options)
     segments = list(found)
     return [each for each in segments if each.text.strip()], found.text(segments).strip()
@@ -69,7 +70,7 @@ def test_a_checkpoint_becomes_a_transcript(transcribe, speech_checkpoint, record
 
 def test_formats(transcribe, speech_engine, recording, expected):
     segments, text = expected
-    given = recording, speech_engine, "--language", "de"
+    given = recording, speech_engine, "--language", "de", *ONCE
     assert transcribe(*given).stdout.split() == text.split()
     times = [time for each in segments for time in (each.start_s, each.end_s)]
     words = [word for each in segments for word in each.text.split()]
@@ -92,6 +93,27 @@ def test_formats(transcribe, speech_engine, recording, expected):
         assert (own["text"], own["tokens"]) == (each.text, [*each.token_ids])
         for key in ("seek", "temperature", "avg_logprob", "compression_ratio", "no_speech_prob"):
             assert own[key] == getattr(each, key)
+
+
+def test_words_have_times(transcribe, speech_engine, recording):
+    """Of their own subtitles, in those of vtt, and in a list."""
+    options = TranscriptionOptions(language="de", timestamps="word", temperatures=(0.0,))
+    segments = [*Transcriber(speech_engine).transcribe(read_audio(recording), options)]
+    words = [word for each in segments for word in each.words]
+    given = recording, speech_engine, "--language", "de", "--word_timestamps", *ONCE
+    found = json.loads(transcribe(*given, "--format", "json").stdout)["words"]
+    times = [(round(word.start_s, 2), round(word.end_s, 2)) for word in words]
+    assert [(each["start"], each["end"]) for each in found] == times
+    assert [each["word"] for each in found] == [word.text.strip() for word in words]
+    flat = [time for pair in times for time in pair]
+    for words_of in ([], ["--format", "srt"]):
+        assert _times(transcribe(*given, *words_of).stdout) == pytest.approx(flat, abs=1e-3)
+    vtt = transcribe(*given, "--format", "vtt").stdout
+    inner = [_seconds(each) for each in re.findall(f"<{TIME}>", vtt)]
+    assert 0 < len(inner) < len(words)
+    assert inner == sorted(inner)
+    assert {*inner} <= {time[0] for time in times}
+    assert re.sub("<.*?>", "", vtt).split()[-1] == words[-1].text.strip()
 
 
 def test_flags_are_options(transcribe, speech_engine, recording):
@@ -264,9 +286,12 @@ def test_bad_live_input(transcribe, speech_engine, recording, monkeypatch, voice
         ((recording, speech_engine, "--live"), ("transcribes a pipe", "- MODEL --live")),
         ((speech_engine,), ("is missing", "--mic")),
         (("-", speech_engine, "--live", "--output_dir", tmp_path), ("--live has no file",)),
-        ((recording, speech_engine, "--vad"), ("silero-vad", "--no-deps")),
     ):
         assert_one_line_error(transcribe(*words), *fragments)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "silero_vad", None)  # not installed
+        result = transcribe(recording, speech_engine, "--vad")
+    assert_one_line_error(result, "silero-vad", "--no-deps")
     monkeypatch.syspath_prepend(voice[0])
     wave = io.TextIOWrapper(io.BytesIO(recording.read_bytes()))
     monkeypatch.setattr(sys, "stdin", wave)

@@ -15,7 +15,9 @@ from edgellm.device_runtime.transcription.options import (
     SEGMENT_TIMES,
     TRANSCRIBE,
     TRANSLATE,
+    WORD_TIMES,
     TranscriptionOptions,
+    rising_temperatures,
 )
 from edgellm.device_runtime.transcription.transcriber import Transcript
 from edgellm.tools.serve.engines.ask import TranscriptionInput
@@ -40,11 +42,13 @@ class SpeechForm(BaseModel):
     language: str | None = None  # of the speech; None: detected
     prompt: str = ""
     response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
+    # 0: the first of rising temperatures; others stay
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
     granularities: Annotated[
         list[Literal["word", "segment"]], Field(alias="timestamp_granularities[]")
     ] = []
     stream: bool = False
+    chunking_strategy: Literal["auto"] | None = None  # cut at pauses, without silence
     include: Annotated[list[str], Field(alias="include[]")] = []
 
     def require_supported(self) -> None:
@@ -70,11 +74,14 @@ class SpeechForm(BaseModel):
         content = await self.file.read()
         if not content:
             raise ApiError(400, "file: the file is empty", param="file")
-        has_times = self.response_format not in _STREAMED
+        times = NO_TIMES if self.response_format in _STREAMED else SEGMENT_TIMES
         options = TranscriptionOptions(
             language=self.language or None,
             task=task,
-            timestamps=SEGMENT_TIMES if has_times else NO_TIMES,
+            timestamps=WORD_TIMES if "word" in self.granularities else times,
+            prompt=self.prompt,
+            temperatures=(self.temperature,) if self.temperature else rising_temperatures(0.0),
+            vad=self.chunking_strategy is not None,
         )
         return TranscriptionInput(audio=content, options=options)
 
@@ -112,7 +119,10 @@ class TranscriptWriter(OneText):
             return "".join(_SUBTITLES[kind](found))
         if kind == "json":
             return {"text": found.text, "usage": _usage(found)}
-        return {**facts(found), "usage": _usage(found)}
+        shown = {**facts(found), "usage": _usage(found)}
+        if self._form.granularities == ["word"]:
+            del shown["segments"]
+        return shown
 
 
 def add_transcriptions(app: FastAPI, engines: EnginePool) -> None:
