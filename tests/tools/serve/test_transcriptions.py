@@ -70,6 +70,38 @@ def test_formats_are_those_of_openai(client, recording, expected):
     assert ask(response_format="vtt").startswith("WEBVTT\n\n")
 
 
+def test_options_are_those_of_the_engine(client, speech_engine, recording):
+    """A temperature above 0 stays; of words alone there are no segments."""
+    options = TranscriptionOptions(
+        language="de", timestamps="word", temperatures=(0.7,), prompt="w7 w9"
+    )
+    expected = Transcriber(speech_engine).transcribe(read_audio(recording), options).whole()
+    found = client.audio.transcriptions.create(
+        file=recording,
+        model="hearing",
+        language="de",
+        prompt="w7 w9",
+        temperature=0.7,
+        response_format="verbose_json",
+        timestamp_granularities=["word"],
+    )
+    words = [word for each in expected for word in each.words]
+    assert found.text == expected.text
+    assert [each.word for each in found.words] == [each.text.strip() for each in words]
+    times = [(round(each.start_s, 2), round(each.end_s, 2)) for each in words]
+    assert [(each.start, each.end) for each in found.words] == times
+    assert found.segments is None
+    both = client.audio.transcriptions.create(
+        file=recording,
+        model="hearing",
+        language="de",
+        response_format="verbose_json",
+        timestamp_granularities=["word", "segment"],
+    )
+    assert both.words
+    assert both.segments[0].avg_logprob < 0
+
+
 def test_a_stream_has_the_text_in_segments(client, recording, expected):
     stream = client.audio.transcriptions.create(
         file=recording, model="hearing", language="de", stream=True
@@ -108,6 +140,9 @@ def test_the_model_is_listed(client):
         ({"include": ["logprobs"]}, "include[]", "log-probabilities are not supported"),
         ({"temperature": 2}, "temperature", "less than or equal to 1"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "verbose_json"),
+        ({"chunking_strategy": "auto"}, None, "pip install --no-deps silero-vad"),
+        ({"chunking_strategy": {"type": "server_vad"}}, None, "chunking_strategy[type]"),
+        ({"prompt": "<|notimestamps|>"}, None, "special token <|notimestamps|>"),
         ({"stream": True, "response_format": "srt"}, "stream", "srt is not streamed"),
         ({"extra_body": {"langage": "de"}}, "langage", "did you mean language?"),
     ],
