@@ -33,7 +33,7 @@ from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDe
 from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
 from edgellm.device_runtime.transcription.windows import PartWindows, Window
 from edgellm.device_runtime.transcription.word_times import Word, split_words
-from edgellm.multimodal.audio import SAMPLE_RATE
+from edgellm.multimodal.audio import SAMPLE_RATE, read_audio
 from edgellm.multimodal.log_mel import HOP
 
 _STEP_S = 2 * FRAME_S
@@ -129,22 +129,23 @@ class Transcriber:
         return self._decoder
 
     def transcribe(
-        self, samples: F32, options: TranscriptionOptions | None = None
+        self, audio: Path | str | F32, options: TranscriptionOptions | None = None
     ) -> Transcription:
         """Begin a transcript: its segments are computed while it is iterated.
 
         Args:
-            samples: of `multimodal.audio.read_audio`.
+            audio: a file, or samples float32 [N] from -1 to 1, mono, at 16 kHz.
             options: None: the defaults.
 
         Raises:
-            RequestError: a language or task that the model does not have, or special tokens in
+            RequestError: the file cannot be read; a language or task that the model does not have, or special tokens in
                 the prompt; with `vad` no speech, or silero-vad is not installed.
         """
         options = options or TranscriptionOptions()
         self.require(options)
-        audio = SpeechParts(samples, self.window_size) if options.vad else WholeRecording(samples)
-        return Transcription(self, audio, options)
+        samples = read_audio(Path(audio)) if isinstance(audio, Path | str) else audio
+        parts = SpeechParts(samples, self.window_size) if options.vad else WholeRecording(samples)
+        return Transcription(self, parts, options)
 
     def transcribe_stream(
         self, chunks: Iterable[F32], options: TranscriptionOptions | None = None
