@@ -138,8 +138,8 @@ class Transcriber:
             options: None: the defaults.
 
         Raises:
-            RequestError: the file cannot be read; a language or task that the model does not have, or special tokens in
-                the prompt; with `vad` no speech, or silero-vad is not installed.
+            RequestError: the file cannot be read; a language or task that the model does not have;
+                special tokens in the prompt; with `vad` no speech, or silero-vad is missing.
         """
         options = options or TranscriptionOptions()
         self.require(options)
