@@ -37,9 +37,10 @@ _STDIN = "-"
 Files = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="FILE...",
+        metavar="FILE",
         help="Read this audio: WAV, FLAC, MP3, M4A, OGG or another file that FFmpeg reads; - is a "
-        "pipe. A .pcm file has 16-bit mono samples at 16 kHz. Several files need --output_dir.",
+        "pipe. A .pcm file has 16-bit mono samples at 16 kHz. Several files need --output_dir. "
+        "Default: none, with --mic.",
         rich_help_panel="Input",
     ),
 ]
@@ -81,11 +82,10 @@ OutputDir = Annotated[
 
 @app.command(
     name="transcribe",
-    common=("files", "model", "--language", "--timestamps", "--format", "--mic"),
+    common=("files", "model", "--language", "--timestamps", "--format"),
     examples=(
         "edgellm transcribe talk.wav openai/whisper-tiny",
         "edgellm transcribe film.mp4 openai/whisper-small --task translate --format srt",
-        "edgellm transcribe --mic openai/whisper-base",
     ),
 )
 @with_transcription_flags

@@ -126,7 +126,7 @@ Vad = Annotated[
         "Output",
         "--vad",
         help_text="Skip silence and cut long audio at pauses, by voice activity detection (Silero "
-        "VAD). --live and --mic always do.",
+        "VAD), as --live and --mic always do.",
     ),
 ]
 
