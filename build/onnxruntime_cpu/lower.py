@@ -34,6 +34,10 @@ from edgellm.build.lowering.weights import (
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import (
     lower_attention as lower_own_attention,
 )
+from edgellm.build.onnxruntime_cpu.edgellm_kernels.attention import (
+    lower_audio_attention,
+    lower_audio_outputs,
+)
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.embedding import lower_embeddings
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.experts import lower_experts
 from edgellm.build.onnxruntime_cpu.edgellm_kernels.linears import OwnLinears, lower_own_linears
@@ -94,6 +98,9 @@ def lower(
         lower_linears(graph, kernel)
     lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
+    if isinstance(kernel, OwnLinears):
+        lower_audio_attention(graph, capacity)
+        lower_audio_outputs(graph, capacity)
     lower_cross_attention(graph)
     if cache is None:
         lower_encoder_attention(graph)

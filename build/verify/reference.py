@@ -200,8 +200,11 @@ def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
     }  # fmt: skip
 
 
-def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
-    """Floats of the outputs; candidates in the order of their ids, so small errors keep it."""
+def as_floats(outputs: Mapping[str, NDArray[Any]], num_positions: int | None = None) -> Numbers:
+    """Floats of the outputs; candidates in the order of their ids, so small errors keep it.
+
+    `num_positions`: of audio, whose keys and values an engine may have in pages.
+    """
     found = {
         name: np.asarray(array, np.float32)
         for name, array in outputs.items()
@@ -214,8 +217,8 @@ def as_floats(outputs: Mapping[str, NDArray[Any]]) -> Numbers:
         found[graph_io.CANDIDATE_LOG_PROBS] = np.take_along_axis(scores, order, -1)
     for name in found:
         if name.startswith(graph_io.CROSS):  # a head alone may be small, and its relative error not
-            heads = np.moveaxis(found[name], 1, 2)
-            found[name] = heads.reshape(*heads.shape[:2], -1)
+            rows = np.moveaxis(found[name], 1, 2)  # [pages, positions, heads, D]
+            found[name] = rows.reshape(1, -1, rows.shape[2] * rows.shape[3])[:, :num_positions]
     # Caches and states are compared through later tokens; links are reordered with candidates.
     inner = graph_io.PRESENT, graph_io.STATE_ROWS, graph_io.CANDIDATE_LINKS
     return {name: each for name, each in found.items() if not name.startswith(inner)}

@@ -23,7 +23,7 @@ class SpeechNetwork:
 
     def __init__(self, encoder: Runner, decoder: DecoderNetwork, audio: AudioSpec) -> None:
         self._encoder, self._decoder, self._audio, self._length = encoder, decoder, audio, 0
-        self._cross: Mapping[str, F32] = {}
+        self._cross: Mapping[str, F32] = {}  # an engine may have positions in pages
         self._queries: list[F32] | None = None  # by token; None: not recorded
 
     def listen(self, features: F32) -> None:
@@ -40,6 +40,16 @@ class SpeechNetwork:
         """
         self._decoder.kv.free()
         self._length, self._queries = 0, [] if records_queries else None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text so far."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens of the text."""
+        self._decoder.kv.truncate(length)
+        self._length = length
 
     def logits(self, token_ids: I64, rows: I64) -> F32:
         """Append tokens int64 [S] to the text; logits [R, V] after those at `rows` int64 [R].
@@ -66,7 +76,8 @@ class SpeechNetwork:
         )
         found = np.empty((len(heads), len(queries), num_positions), np.float32)
         for at, (layer, head) in enumerate(heads):
-            keys = self._cross[graph_io.cross_name(layer, "key")][0, head]
+            pages = self._cross[graph_io.cross_name(layer, "key")][:, head]
+            keys = pages.reshape(-1, pages.shape[-1])[: self._audio.num_positions]
             scores = queries[:, at] @ keys.T / np.float32(np.sqrt(keys.shape[1]))
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)

@@ -10,11 +10,13 @@ import numpy as np
 
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import EdgeLLMError, RequestError
-from edgellm.core.manifest import LLM_ENGINE, load_engine
+from edgellm.core.manifest import LLM_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.speech import open_speech
+from edgellm.device_runtime.speculate.drafters.draft import require_same_tokens
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
+from edgellm.device_runtime.transcription.drafts import NGRAM, Draft, ModelDraft, NgramDraft
 from edgellm.device_runtime.transcription.fair_lock import FairLock
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
@@ -82,15 +84,19 @@ class Transcriber:
     Threads may share it: windows of their recordings are computed in turns.
     """
 
-    def __init__(self, folder: Path | str, *, verify: bool | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, draft: Path | str = "", *, verify: bool | None = None
+    ) -> None:
         """Load the engine in a folder.
 
         Args:
             folder: made by llm_build on this machine.
+            draft: speculates; the folder of a smaller model's engine, or NGRAM. "": none.
             verify: as of `LLM`.
 
         Raises:
-            EdgeLLMError: it is damaged, of another machine, or not of a speech model.
+            EdgeLLMError: it is damaged, of another machine, or not of a speech model; the draft
+                has other tokens.
         """
         folder = Path(folder)
         engine = load_engine(folder, LLM_ENGINE)
@@ -102,9 +108,16 @@ class Transcriber:
         # Tokens of earlier text in a prompt
         half = min(engine.decoder.max_positions, capacity) // 2 - 1
         self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
-        self._end_ids = engine.eos_token_ids
+        self._end_ids, self._draft = (
+            engine.eos_token_ids,
+            _open_draft(folder, engine, draft, verify),
+        )
         self._decoder: WindowDecoder | None = WindowDecoder(
-            network=network, spec=self.spec, end_ids=engine.eos_token_ids, capacity=capacity
+            network=network,
+            spec=self.spec,
+            end_ids=engine.eos_token_ids,
+            capacity=capacity,
+            draft=self._draft,
         )
         self.turn = FairLock()  # held while a window is computed
 
@@ -119,7 +132,7 @@ class Transcriber:
     def close(self) -> None:
         """Free the memory after the running window; unfinished transcripts fail."""
         with self.turn:
-            self._decoder = None
+            self._decoder = self._draft = None
 
     @property
     def decoder(self) -> WindowDecoder:
@@ -210,9 +223,16 @@ class Transcriber:
         network.restart()
         return codes[int(scores.argmax())]
 
-    def listen(self, features: F32) -> None:
-        """Encode a window of features [mel bins, F]."""
-        self.decoder.network.listen(features)
+    def listen(self, window: Window) -> None:
+        """Encode a window."""
+        self.decoder.network.listen(window.features)
+        if self._draft is not None:
+            self._draft.listen(window.draft_features)
+
+    @property
+    def draft_bins(self) -> int:
+        """Mel bins of the features that a draft listens to; 0: it does not listen."""
+        return 0 if self._draft is None else self._draft.num_mel_bins
 
 
 class Transcription:
@@ -243,7 +263,7 @@ class Transcription:
         stream = self._model.tokenizer.stream()
         so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
         for part in self._audio.parts():
-            windows = PartWindows(part, self._model.spec)
+            windows = PartWindows(part, self._model.spec, self._model.draft_bins)
             for window in windows:
                 with self._model.turn:
                     previous = so_far if may_condition else self._prompt_ids
@@ -287,7 +307,7 @@ class Transcription:
         """
         options, model = self._options, self._model
         self.before_pass()
-        model.listen(window.features)
+        model.listen(window)
         if not self.language:
             self.language = model.detect_language() if model.spec.languages else "en"
         has_timestamps = options.timestamps != NO_TIMES or window.is_of_several
@@ -366,6 +386,31 @@ class Transcription:
         """Tokens without timestamps."""
         first = self._model.spec.first_timestamp_id
         return (token for token in token_ids if token < first)
+
+
+def _open_draft(
+    folder: Path, engine: Engine, draft: Path | str, verify: bool | None
+) -> Draft | None:
+    if not draft:
+        return None
+    if draft == NGRAM:
+        return NgramDraft()
+    path = Path(draft)
+    found, audio = load_engine(path, LLM_ENGINE), engine.decoder.audio
+    with FileCheck(path, found.files, verify):
+        network, own = open_speech(path, found), found.decoder.audio
+    assert audio is not None
+    assert own is not None
+    require_same_tokens(folder, path)
+    if (own.num_frames, found.max_kv_cache_capacity) != (
+        audio.num_frames,
+        engine.max_kv_cache_capacity,
+    ):
+        raise EdgeLLMError(
+            f"{path} has other windows or another capacity than {folder}",
+            hint="build both engines with the same --maxKVCacheCapacity",
+        )
+    return ModelDraft(network, min(found.eos_token_ids), own.num_mel_bins)
 
 
 def _no_check() -> None:

@@ -8,10 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.core.model_spec import AudioSpec
+from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.speech import SpeechNetwork
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules, log_sum_exp
+from edgellm.device_runtime.transcription.drafts import Draft
 from edgellm.device_runtime.transcription.window_text import WindowText
 from edgellm.device_runtime.transcription.word_times import first_positions
 
@@ -28,15 +30,55 @@ class Prompt(NamedTuple):
         return self.previous + self.start
 
 
+class _Text:
+    """A text that grows by a token at a time."""
+
+    def __init__(
+        self, *, rules: DecodingRules, sampler: Sampler, end_ids: tuple[int, ...], room: int
+    ) -> None:
+        """Args: `room`, the maximum number of tokens."""
+        self.token_ids: list[int] = []
+        self.end: tuple[int, ...] = ()
+        self.total = 0.0  # of logarithms of the tokens' probabilities
+        self._rules, self._sampler, self._end_ids, self._most = rules, sampler, end_ids, room
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow."""
+        return self._most - len(self.token_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token follows."""
+        return bool(self.end) or self.room <= 0
+
+    def take(self, logits: F32) -> int:
+        """Choose the next token from its logits [V], which are overwritten."""
+        self._rules.apply(logits, self.token_ids)
+        token = self._sampler.choose(logits, int(logits.argmax()))
+        self.total += float(logits[token] - log_sum_exp(logits))
+        if token in self._end_ids:
+            self.end = (token,)
+        else:
+            self.token_ids.append(token)
+        return token
+
+
 class WindowDecoder:
     """Decodes texts of the window that a network listened to."""
 
     def __init__(
-        self, *, network: SpeechNetwork, spec: AudioSpec, end_ids: tuple[int, ...], capacity: int
+        self,
+        *,
+        network: SpeechNetwork,
+        spec: AudioSpec,
+        end_ids: tuple[int, ...],
+        capacity: int,
+        draft: Draft | None = None,
     ) -> None:
         """Args: `capacity` of prompt and text together, in tokens."""
         self.network, self._spec, self._end_ids = network, spec, end_ids
-        self._capacity = capacity
+        self._capacity, self._draft = capacity, draft
 
     def decode(
         self,
@@ -60,30 +102,44 @@ class WindowDecoder:
         """
         rules = DecodingRules(self._spec, min(self._end_ids), timestamps=timestamps)
         params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=seed)
-        sampler, given = Sampler(params=params), prompt.token_ids
+        given = prompt.token_ids
         self.network.restart(records_queries=aligns)
+        if self._draft is not None:
+            self._draft.begin(given, rules)
         before_pass()
         starts = [len(prompt.previous), len(given) - 1]
         start, logits = self.network.logits(np.array(given), np.array(starts))
         no_speech = float(np.exp(start[self._spec.no_speech_id] - log_sum_exp(start)))
-        text, total = list[int](), 0.0
-        while True:
-            rules.apply(logits, text)
-            token = sampler.choose(logits, int(logits.argmax()))
-            total += float(logits[token] - log_sum_exp(logits))
-            is_end = token in self._end_ids
-            if not is_end:
-                text.append(token)
-            if is_end or len(given) + len(text) >= self._capacity:
-                return WindowText(
-                    token_ids=tuple(text),
-                    end=(token,) if is_end else (),
-                    temperature=temperature,
-                    avg_logprob=total / (len(text) + is_end),
-                    no_speech_prob=no_speech,
-                )
+        text = _Text(
+            rules=rules,
+            sampler=Sampler(params=params),
+            end_ids=self._end_ids,
+            room=self._capacity - len(given),
+        )
+        text.take(logits)
+        while not text.is_complete:
             before_pass()
-            (logits,) = self.network.logits(np.array([token]), np.array([0]))
+            newest, drafted = text.token_ids[-1], self._drafted(text)
+            rows = self.network.logits(np.array([newest, *drafted]), np.arange(len(drafted) + 1))
+            for row, guess in zip(rows, [*drafted, None], strict=True):
+                if text.take(row) != guess or text.is_complete:
+                    break
+            # The newest token is computed in the next pass
+            self.network.truncate(len(given) + len(text.token_ids) - (not text.end))
+        return WindowText(
+            token_ids=tuple(text.token_ids),
+            end=text.end,
+            temperature=temperature,
+            avg_logprob=text.total / (len(text.token_ids) + len(text.end)),
+            no_speech_prob=no_speech,
+        )
+
+    def _drafted(self, text: _Text) -> list[int]:
+        """Tokens to verify; each needs a place, and the token after it one, too."""
+        limit = text.room - 1
+        if self._draft is None or limit < 1:
+            return []
+        return self._draft.propose(text.token_ids, limit)
 
     def align(self, prompt: Prompt, text: WindowText, num_positions: int) -> list[int]:
         """The position of audio at which each token of the latest text begins.

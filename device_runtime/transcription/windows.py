@@ -19,6 +19,7 @@ class Window:
     """A window of a part, from frame `begin` on."""
 
     features: F32  # log-mel, [mel bins, F]; zeros after the part
+    draft_features: F32  # with the mel bins of a draft
     part: Part
     begin: int
     num_frames: int  # of the part and its padding
@@ -38,10 +39,19 @@ class Window:
 class PartWindows:
     """Iterator of a part's windows; each begins where `advance` says."""
 
-    def __init__(self, part: Part, spec: AudioSpec) -> None:
-        """Compute the features of a part, with zeros up to a window."""
+    def __init__(self, part: Part, spec: AudioSpec, draft_bins: int) -> None:
+        """Compute the features of a part, with zeros up to a window.
+
+        Args:
+            part: of a recording.
+            spec: of the model.
+            draft_bins: mel bins of its draft's features; 0: those of the model.
+        """
         missing = max(spec.num_frames * HOP - len(part.samples), 0)
-        self._features = log_mel(np.pad(part.samples, (0, missing)), spec.num_mel_bins)
+        padded = np.pad(part.samples, (0, missing))
+        self._features = self._of_draft = log_mel(padded, spec.num_mel_bins)
+        if draft_bins not in (0, spec.num_mel_bins):
+            self._of_draft = log_mel(padded, draft_bins)
         self._part, self._size, self._begin = part, spec.num_frames, 0
 
     def __iter__(self) -> Iterator[Window]:
@@ -49,16 +59,20 @@ class PartWindows:
         count = self._features.shape[1]
         num_audio = min(-(-len(self._part.samples) // HOP), count)
         while self._begin < count:
-            found = self._features[:, self._begin : self._begin + self._size]
-            num_frames = found.shape[1]
+            num_frames = min(count - self._begin, self._size)
             yield Window(
-                features=np.pad(found, ((0, 0), (0, self._size - num_frames))),
+                features=self._cut(self._features),
+                draft_features=self._cut(self._of_draft),
                 part=self._part,
                 begin=self._begin,
                 num_frames=num_frames,
                 num_positions=max(min(num_audio - self._begin, self._size) // 2, 1),
                 is_of_several=count > self._size,
             )
+
+    def _cut(self, features: F32) -> F32:
+        found = features[:, self._begin : self._begin + self._size]
+        return np.pad(found, ((0, 0), (0, self._size - found.shape[1])))
 
     def advance(self, num_frames: int) -> None:
         """Begin the next window so many frames later."""

@@ -38,7 +38,7 @@ TINY = {
     "decoder_attention_heads": 3,
     "decoder_ffn_dim": 80,
     "max_source_positions": 50,
-    "max_target_positions": 64,
+    "max_target_positions": 48,
     "decoder_start_token_id": 101,
     "bos_token_id": 100,
     "eos_token_id": 100,

@@ -80,6 +80,17 @@ OutputDir = Annotated[
 ]
 
 
+Draft = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        help="Speculate with this smaller speech model, which has the same tokens, or with ngram. "
+        "The text stays the same. Default: no draft.",
+        rich_help_panel="Speculation",
+    ),
+]
+
+
 @app.command(
     name="transcribe",
     common=("files", "model", "--language", "--timestamps", "--format"),
@@ -98,6 +109,7 @@ def transcribe(
     output_dir: OutputDir = None,
     mic: Mic = False,
     live: Live = False,
+    draft: Draft = "",
     quantize: Quantize = None,
     fast: Fast = False,
 ) -> None:
@@ -123,12 +135,17 @@ def transcribe(
         write = formats.lines if options.timestamps == NO_TIMES else formats.timed_lines
     samples = _samples(given[0]) if not is_live and not targets else None
 
+    recipe = RecipeFlags(quantize=quantize, fast=fast)
+    drafts: Path | str = draft
+    if draft not in ("", "ngram"):
+        drafts = use_model(app, draft, recipe, lambda found: found.engine)
+
     def start(found: Prepared) -> Transcriber:
-        opened = Transcriber(found.engine)
+        opened = Transcriber(found.engine, drafts)
         opened.require(options)
         return opened
 
-    transcriber = use_model(app, model, RecipeFlags(quantize=quantize, fast=fast), start)
+    transcriber = use_model(app, model, recipe, start)
     if targets:
         _transcribe_files(transcriber, targets, options, write)
         return

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.attention import CachedAttention, packed_rows
 from edgellm.build.lowering.contrib_ops import CACHE_NAMES, row_tables
-from edgellm.build.lowering.function_calls import is_call, require_known
+from edgellm.build.lowering.function_calls import find_calls, is_call, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.weights import constant_array, parameter_name
 from edgellm.build.plan import Plan
@@ -19,6 +19,7 @@ from edgellm.core.errors import (
     UnsupportedModelError,
 )
 from edgellm.core.graph_io import (
+    CROSS,
     SEQUENCES,
     TREE_MASKS,
     page_table_name,
@@ -27,6 +28,7 @@ from edgellm.core.graph_io import (
 )
 from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec, is_bounded
 from edgellm.core.onnx_functions import (
+    CROSS_ATTENTION,
     VISIBLE_AROUND,
     VISIBLE_BEFORE,
     VISIBLE_BOTH_WAYS,
@@ -44,6 +46,7 @@ from edgellm.device_runtime.runners.onnxruntime_cpu.batch_packing import (
 _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 _BOTH_WAYS = VISIBLE_BOTH_WAYS, VISIBLE_AROUND
 _MASKS = VISIBLE_SLOTS, VISIBLE_IN_WINDOW, VISIBLE_BEFORE, *_BOTH_WAYS
+_AUDIO_ROWS = 256  # of a page of audio
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
@@ -100,6 +103,76 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
             pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
             value.shape = ir.Shape(pages)
             value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
+
+
+def lower_audio_attention(graph: GraphEditor, capacity: int) -> None:
+    """Rewrite attention to audio: a cache that passes do not write, in pages.
+
+    A pass needs a place for each of its tokens among the positions of audio. Models with fewer
+    positions than tokens are left to other lowerings, with rounding that depends on the tokens.
+
+    Args:
+        graph: of a speech model's decoder.
+        capacity: tokens of a sequence.
+    """
+    facts: ir.Value | None = None
+    for call in find_calls(graph.graph, CROSS_ATTENTION):
+        q, *audio = call.inputs
+        assert q is not None
+        _, heads, positions, width = (int(size) for size in audio[0].shape)  # type: ignore
+        if positions < capacity:
+            return
+        graph.cursor = call
+        if facts is None:
+            facts = _facts_of_audio(graph, q, positions)
+        pages = -(-positions // _AUDIO_ROWS)
+        for value in audio:
+            assert value is not None
+            value.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
+        table = graph.constant("audio_pages", np.arange(pages)[None])
+        y = graph.node(
+            "CachedAttention",
+            [q, None, None, *audio, facts, table],
+            domain=DOMAIN,
+            num_heads=heads,
+            kv_num_heads=heads,
+            bidirectional=1,
+        )
+        graph.replace(call.outputs[0], y)
+
+
+def lower_audio_outputs(graph: GraphEditor, capacity: int) -> None:
+    """Write keys and values of audio in the pages that `lower_audio_attention` reads.
+
+    Args:
+        graph: of a speech model's encoder.
+        capacity: tokens of a sequence of its decoder.
+    """
+    for value in tuple(graph.graph.outputs):
+        last = value.producer()
+        if not str(value.name).startswith(CROSS) or last is None:
+            continue
+        _, heads, positions, width = (int(size) for size in value.shape)  # type: ignore
+        if positions < capacity:
+            return
+        graph.cursor = last  # the transposition of [1, A, heads, D]
+        pages = -(-positions // _AUDIO_ROWS)
+        missing = np.array([0] * 5 + [pages * _AUDIO_ROWS - positions, 0, 0])
+        whole = graph.node("Pad", [last.inputs[0], graph.constant("audio_padding", missing)])
+        shape = np.array([pages, _AUDIO_ROWS, heads, width])
+        cut = graph.node("Reshape", [whole, graph.constant("audio_shape", shape)])
+        found = graph.node("Transpose", [cut], perm=[0, 2, 1, 3])
+        graph.replace(value, found)
+        found.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
+
+
+def _facts_of_audio(graph: GraphEditor, q: ir.Value, positions: int) -> ir.Value:
+    """`SEQUENCES` of audio, int64 [1, 3]: the tokens of the pass count as its last positions."""
+    count = graph.node("Shape", [q], start=1, end=2)
+    before = graph.node("Sub", [graph.constant("audio_positions", np.array([positions])), count])
+    parts = [before, count, graph.constant("no_mask", np.array([0]))]
+    joined = graph.node("Concat", parts, axis=0)
+    return graph.node("Reshape", [joined, graph.constant("one_sequence", np.array([1, 3]))])
 
 
 def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:

@@ -156,6 +156,11 @@ class BlockKVRunner(OnnxRuntimeRunner):
     def __init__(self, graphs: Sequence[LoadedGraph], pool: BlockPool, num_sequences: int) -> None:
         """Args: `graphs`, in ascending order of `max_rows`, the blocks, the maximum batch size."""
         super().__init__(graphs=graphs)
+        self._pages = {
+            each.name: tuple(each.shape)
+            for each in graphs[0].session.get_inputs()
+            if each.name.startswith(graph_io.CROSS)
+        }
         self.kv_pool, self.max_batch_size = pool, num_sequences
         self._memory = pool
         self._adapters: dict[str, NDArray[Any]] = {}
@@ -166,7 +171,11 @@ class BlockKVRunner(OnnxRuntimeRunner):
 
     def hold(self, inputs: Inputs) -> None:
         """See `Runner`."""
-        super().hold(inputs)
+        fitted = {
+            name: in_pages(array, self._pages[name]) if name in self._pages else array
+            for name, array in inputs.items()
+        }
+        super().hold(fitted)
         self._held.replace({**self._images, **self._adapters})
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
@@ -184,6 +193,19 @@ class BlockKVRunner(OnnxRuntimeRunner):
         """See `Runner`."""
         found = self._run(joined(parts))
         return [found] if len(parts) == 1 else share(found, [inputs for _, inputs in parts])
+
+
+def in_pages(values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Keys or values of audio [1, heads, A, D] in pages of the shape [pages, heads, rows, D].
+
+    The engine's own encoder gives pages.
+    """
+    pages, heads, rows, width = shape
+    if (pages, rows) == values.shape[::2]:
+        return np.asarray(values, np.float32)
+    found = np.zeros((heads, pages * rows, width), np.float32)
+    found[:, : values.shape[2]] = values[0]
+    return found.reshape(heads, pages, rows, width).swapaxes(0, 1)
 
 
 def _adapted_layers(session: ort.InferenceSession) -> int:

@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 from ctranslate2_whisper import convert
-from speech_checkpoints import build_speech, load_speech
+from speech_checkpoints import GREEDY, build_speech, load_speech
 from spoken import VOICE, say
 from tokenizers import Tokenizer
 
+from edgellm.device_runtime.networks.speech import SpeechNetwork
+from edgellm.device_runtime.transcription.drafts import NgramDraft
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.multimodal.audio import read_audio
@@ -24,6 +26,12 @@ TEXT = (
     "We will talk about the new computer. Please write down the important numbers."
 )
 FIRST_TIMESTAMP = 50363
+THRESHOLDS = {
+    "compression_ratio_threshold": 1.35,
+    "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6,
+    "condition_on_prev_tokens": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +76,8 @@ def test_words_are_those_of_transformers(
         ids = model.generate(given, return_timestamps=timestamps)[0].tolist()
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     expected = tokenizer.decode([token for token in ids if token < FIRST_TIMESTAMP])
-    found = transcriber.transcribe(
-        audio, TranscriptionOptions(timestamps="segment" if timestamps else "none")
-    )
+    times = "segment" if timestamps else "none"
+    found = transcriber.transcribe(audio, TranscriptionOptions(timestamps=times, **GREEDY))
     segments = list(found)
     assert found.text(segments) == expected
     assert "".join(each.text for each in segments) == expected
@@ -100,3 +107,51 @@ def test_words_between_pauses(transcriber, samples, monkeypatch):
             f"{TEXT} {TEXT}", text, reference_transform=words, hypothesis_transform=words
         )
         assert errors < 0.1, text
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_words_have_the_times_of_transformers(transcriber, model, samples, repeats):
+    """With thresholds and the text so far, as by default.
+
+    The engine's KV cache is float16, so that a few times differ by a step.
+    """
+    audio = np.tile(samples, repeats)
+    padding = {"truncation": False, "padding": "longest"} if repeats > 1 else {}
+    features = transformers.WhisperFeatureExtractor()(
+        audio, sampling_rate=16000, return_tensors="pt", return_attention_mask=True, **padding
+    )
+    flags = ("return_timestamps", "return_token_timestamps", "return_segments")
+    with torch.no_grad():
+        found = model.generate(
+            **features, **dict.fromkeys(flags, True), temperature=(0.0,), **THRESHOLDS
+        )
+    expected, ends = [], []
+    for segment in found["segments"][0]:
+        ids = segment["tokens"].tolist()
+        expected += [token for token in ids if token < FIRST_TIMESTAMP]
+        ends += segment["token_timestamps"].tolist()
+    options = TranscriptionOptions(timestamps="word", temperatures=(0.0,))
+    segments = [*transcriber.transcribe(audio, options)]
+    own = [token for each in segments for token in each.token_ids if token < FIRST_TIMESTAMP]
+    assert own == expected
+    words = [word for each in segments for word in each.words]
+    distances = [np.abs(np.array(ends) - word.end_s).min() for word in words]
+    assert max(distances) < 0.021
+    assert np.mean(np.array(distances) < 1e-3) > 0.8
+    assert [word.text for word in words[:2]] == [" Good", " morning"]
+
+
+def test_n_grams_change_nothing(transcriber, samples, monkeypatch):
+    """A text that repeats itself takes fewer passes."""
+    audio, options = np.tile(samples, 4), TranscriptionOptions(temperatures=(0.0,))
+    passes, run = [], SpeechNetwork.logits
+
+    def logits(self, token_ids, rows):
+        passes.append(len(token_ids))
+        return run(self, token_ids, rows)
+
+    monkeypatch.setattr(SpeechNetwork, "logits", logits)
+    expected, plain = [*transcriber.transcribe(audio, options)], len(passes)
+    monkeypatch.setattr(transcriber.decoder, "_draft", NgramDraft())
+    assert [*transcriber.transcribe(audio, options)] == expected
+    assert len(passes) - plain < 0.8 * plain

@@ -156,7 +156,7 @@ def test_text_is_that_of_transformers(
     assert found.text(segments) == tokenizer.decode(expected)
     assert len(expected) > 3
     ends = [0.0, *(each.end_s for each in segments)]
-    assert ends == sorted(ends)
+    assert ends == sorted(ends) or not timestamps  # a random model writes times without the rules
     assert ends[-1] <= found.duration_s == len(samples) / 16000
     assert found.language == language or language is None
 

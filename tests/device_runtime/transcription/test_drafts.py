@@ -1,0 +1,85 @@
+"""Speculation: texts, times and qualities are those of decoding token by token, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from conftest import assert_one_line_error
+from speech_checkpoints import build_speech, chirp, make_speech, write_wav
+
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime.networks.speech import SpeechNetwork
+from edgellm.device_runtime.transcription.options import TranscriptionOptions
+from edgellm.device_runtime.transcription.transcriber import Transcriber
+
+OPTIONS = TranscriptionOptions(language="de", timestamps="word", temperatures=(0.0,))
+SAMPLES = chirp(1.8)
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory):
+    """A model with one layer and 40 mel bins, whose drafts are often wrong."""
+    folder = tmp_path_factory.mktemp("smaller")
+    sizes = {"decoder_layers": 1, "d_model": 24, "num_mel_bins": 40}
+    heads = {"alignment_heads": [[0, 1]]}
+    checkpoint = make_speech(folder / "model", seed=5, decoding=heads, **sizes)
+    return build_speech(folder, checkpoint)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Numbers of tokens of all passes."""
+    sizes, run = [], SpeechNetwork.logits
+
+    def logits(self, token_ids, rows):
+        sizes.append((self, len(token_ids)))
+        return run(self, token_ids, rows)
+
+    monkeypatch.setattr(SpeechNetwork, "logits", logits)
+    return sizes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["ngram", "same", "smaller"])
+def test_drafts_change_nothing_but_the_passes(speech_engine, smaller, passes, kind, temperature):
+    """Of n-grams, of the model itself, whose drafts are right, and of another model."""
+    options = replace(OPTIONS, temperatures=(temperature,))
+    expected = [*Transcriber(speech_engine).transcribe(SAMPLES, options)]
+    plain = len(passes)
+    passes.clear()
+    draft = {"ngram": "ngram", "same": speech_engine, "smaller": smaller}[kind]
+    transcriber = Transcriber(speech_engine, draft)
+    assert [*transcriber.transcribe(SAMPLES, options)] == expected
+    assert len(expected) > 2
+    base = passes[-1][0] if kind == "ngram" else passes[0][0]
+    own = [size for network, size in passes if network is base]
+    assert len(own) <= plain
+    if kind == "same" or (kind, temperature) == ("ngram", 0.0):
+        assert len(own) < plain
+
+
+def test_drafts_with_other_tokens_are_rejected(speech_engine, tiny_engine, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(speech_engine, other)
+    content = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(content.replace("▁w99", "▁u99"))
+    with pytest.raises(EdgeLLMError, match="other tokens") as caught:
+        Transcriber(speech_engine, other)
+    assert "same tokenizer" in caught.value.hint
+    with pytest.raises(EdgeLLMError, match=r"language model \(llama\)"):
+        Transcriber(speech_engine, tiny_engine)
+
+
+def test_the_command_speculates(command_here, speech_engine, smaller, tmp_path, passes):
+    recording = write_wav(tmp_path / "a.wav", SAMPLES)
+    given = "edgellm", "transcribe", recording, speech_engine, "--language", "de"
+    given += "--temperature_increment_on_fallback", "0"
+    plain = command_here(*given)
+    assert plain.returncode == 0
+    for draft in ("ngram", smaller):
+        found = command_here(*given, "--draft", draft)
+        assert (found.returncode, found.stdout) == (0, plain.stdout)
+    assert len({network for network, _ in passes}) == 4
+    assert_one_line_error(command_here(*given, "--draft", tmp_path / "none"), "none")
