@@ -137,7 +137,7 @@ def test_a_transcript_is_that_of_its_parts(transcriber, speech_checkpoint, sampl
     """Transformers' texts of the regions, packed into windows of one second."""
     samples = samples[:76000]
     groups = pack(_regions(SpeechDetector(16000), samples, 1600), 16000)
-    options = TranscriptionOptions(language="de", vad=True, **GREEDY)
+    options = TranscriptionOptions(language="de", timestamps="segment", vad=True, **GREEDY)
     found = transcriber.transcribe(samples, options).whole()
     features = transformers.WhisperFeatureExtractor.from_pretrained(speech_checkpoint)
     tokenizer = Tokenizer.from_file(str(speech_checkpoint / "tokenizer.json"))
@@ -146,14 +146,14 @@ def test_a_transcript_is_that_of_its_parts(transcriber, speech_checkpoint, sampl
         audio = np.concatenate([samples[begin:end] for begin, end in group])
         given = features(audio, sampling_rate=16000, return_tensors="pt").input_features
         with torch.no_grad():
-            ids = model.generate(given, language="de")[0].tolist()
+            ids = model.generate(given, language="de", return_timestamps=True)[0].tolist()
         expected += [token for token in ids if token < FIRST_TIMESTAMP]
     assert found.text == tokenizer.decode(expected)
-    starts = {each.start_s for each in found}
-    assert {group[0].begin / 16000 for group in groups} <= starts
-    assert all(
-        any(begin <= 16000 * each.start_s < end for begin, end in sum(groups, ())) for each in found
-    )
+    regions = sum(groups, ())
+    for segment in found:
+        assert any(begin <= 16000 * segment.start_s <= end for begin, end in regions)
+        assert segment.start_s <= segment.end_s
+    assert found.segments[-1].start_s > groups[-1][0].begin / 16000
     assert found.duration_s == len(samples) / 16000
 
 
