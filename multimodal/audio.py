@@ -95,9 +95,11 @@ def _decoded(file: BinaryIO, name: str, max_seconds: float) -> NDArray[np.float3
                 raise RequestError(
                     f"{name} holds no audio", hint=f"give a file with sound: {_FORMATS}"
                 )
+            left = max_seconds * SAMPLE_RATE
             for part in _samples(av, container):
                 parts.append(part)
-                if sum(map(len, parts)) > max_seconds * SAMPLE_RATE:
+                left -= len(part)
+                if left < 0:
                     raise RequestError(
                         f"{name} has more than {max_seconds:g} s of audio",
                         hint="cut it into shorter ones",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import openai
@@ -175,8 +176,19 @@ def test_a_speech_model_takes_no_chats(client, server):
     ):
         with pytest.raises(openai.BadRequestError, match="/v1/audio/transcriptions"):
             ask()
-    status, found = server.json("/v2/models/hearing/generate", {"text_input": "w1"})
-    assert (status, "speech model" in found["error"]) == (400, True)
+    message = [{"role": "user", "content": "w1"}]
+    for path, body in (
+        ("/v2/models/hearing/generate", {"text_input": "w1"}),
+        ("/api/chat", {"model": "hearing", "messages": message}),
+        ("/api/show", {"model": "hearing"}),
+        ("/v1/messages", {"model": "hearing", "max_tokens": 3, "messages": message}),
+        ("/tokenize", {"model": "hearing", "prompt": "w1"}),
+    ):
+        status, found = server.json(path, body)
+        assert (status, "is a speech model" in json.dumps(found)) == (400, True)
+    for path in ("/api/tags", "/api/ps", "/v2/models/hearing/config", "/v1/models/hearing"):
+        status, found = server.json(path)
+        assert (status, "hearing" in json.dumps(found)) == (200, True)
 
 
 def test_large_files_are_rejected(server):
