@@ -9,6 +9,7 @@ COMMON, REST = "Common", "Help"
 GROUPS = (
     COMMON,
     "Model",
+    "Input",
     "Output",
     "Limits",
     "Speculation",

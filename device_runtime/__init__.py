@@ -10,8 +10,19 @@ if TYPE_CHECKING:
     from edgellm.device_runtime.api.llm import LLM, BatchError, RequestOutput, Step
     from edgellm.device_runtime.sampling.params import SamplingParams
     from edgellm.device_runtime.speculate.options import SpecOptions
+    from edgellm.device_runtime.transcription.options import TranscriptionOptions
+    from edgellm.device_runtime.transcription.transcriber import Transcriber
 
-__all__ = ["LLM", "BatchError", "RequestOutput", "SamplingParams", "SpecOptions", "Step"]
+__all__ = [
+    "LLM",
+    "BatchError",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecOptions",
+    "Step",
+    "Transcriber",
+    "TranscriptionOptions",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,4 +39,12 @@ def __getattr__(name: str) -> Any:
         from edgellm.device_runtime.speculate.options import SpecOptions
 
         return SpecOptions
+    if name == "Transcriber":
+        from edgellm.device_runtime.transcription.transcriber import Transcriber
+
+        return Transcriber
+    if name == "TranscriptionOptions":
+        from edgellm.device_runtime.transcription.options import TranscriptionOptions
+
+        return TranscriptionOptions
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -38,9 +39,15 @@ def read_audio(path: Path) -> NDArray[np.float32]:
         return decode_audio(file, str(path))
 
 
-def decode_audio(file: BinaryIO, name: str) -> NDArray[np.float32]:
-    """As `read_audio`, for an open file that can be searched; `name` is that in errors."""
-    return _checked(_decoded(file, name), name)
+def decode_audio(file: BinaryIO, name: str, max_seconds: float = math.inf) -> NDArray[np.float32]:
+    """As `read_audio`, for an open file that can be searched.
+
+    Args:
+        file: a small one may decode to hours.
+        name: in errors.
+        max_seconds: longer audio raises `RequestError`.
+    """
+    return _checked(_decoded(file, name, max_seconds), name)
 
 
 def _checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
@@ -66,10 +73,15 @@ def _raw(path: Path) -> NDArray[np.float32]:
             f"{path} has {size} bytes, which are no 16-bit samples",
             hint="raw audio is 16-bit integers, little endian, mono, at 16 kHz; save it as WAV",
         )
-    return np.fromfile(path, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
+    return raw_samples(path.read_bytes())
 
 
-def _decoded(file: BinaryIO, name: str) -> NDArray[np.float32]:
+def raw_samples(content: bytes) -> NDArray[np.float32]:
+    """Samples of 16-bit integers, little endian."""
+    return np.frombuffer(content, "<i2").astype(np.float32) * np.float32(1 / _FULL_SCALE)
+
+
+def _decoded(file: BinaryIO, name: str, max_seconds: float) -> NDArray[np.float32]:
     if importlib.util.find_spec("av") is None:
         raise RequestError(
             "audio files need PyAV",
@@ -83,7 +95,15 @@ def _decoded(file: BinaryIO, name: str) -> NDArray[np.float32]:
                 raise RequestError(
                     f"{name} holds no audio", hint=f"give a file with sound: {_FORMATS}"
                 )
-            parts.extend(_samples(av, container))
+            left = max_seconds * SAMPLE_RATE
+            for part in _samples(av, container):
+                parts.append(part)
+                left -= len(part)
+                if left < 0:
+                    raise RequestError(
+                        f"{name} has more than {max_seconds:g} s of audio",
+                        hint="cut it into shorter ones",
+                    )
     except (av.FFmpegError, OSError, ValueError) as error:
         seconds = sum(map(len, parts)) / SAMPLE_RATE
         place = f"is damaged after {seconds:.1f} s" if parts else "holds no audio that can be read"

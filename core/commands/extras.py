@@ -20,7 +20,10 @@ EXTRAS = {
         "torch", "transformers", "accelerate", "safetensors", "sentencepiece", "google.protobuf",
     ),
     "guide": ("llguidance",),
-    "serve": ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "anyio"),
+    "serve": (
+        "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "anyio",
+        "python_multipart",
+    ),
     "grpc": ("grpc", "google.protobuf"),
     "chat": ("prompt_toolkit",),
     "quantize": ("modelopt", "requests", "huggingface_hub", "jinja2"),

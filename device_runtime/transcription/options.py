@@ -40,6 +40,7 @@ class TranscriptionOptions:
     logprob_threshold: float | None = -1.0  # of the average log-probability; below it: too unsure
     no_speech_threshold: float | None = 0.6  # above it, an unsure window is silence, without text
     seed: int = 0  # of temperatures above 0
+    vad: bool = False  # cut at pauses and skip silence, by voice activity detection
 
     def __post_init__(self) -> None:
         """Reject wrong values; raises `RequestError`."""
@@ -58,6 +59,7 @@ class TranscriptionOptions:
         for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
             if (value := getattr(self, name)) is not None:
                 _require(name, value, least=-math.inf)
+        require_kind("vad", self.vad, bool, "true or false")
         if not is_whole(self.seed) or self.seed < 0:
             raise RequestError(
                 f"seed {self.seed!r} is no seed", hint="give a whole number from 0 on"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from edgellm.core.artifact import verify_sizes
+from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import EdgeLLMError, RequestError
 from edgellm.core.manifest import LLM_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import AudioSpec
@@ -17,18 +17,26 @@ from edgellm.device_runtime.networks.speech import open_speech
 from edgellm.device_runtime.speculate.drafters.draft import require_same_tokens
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.drafts import NGRAM, Draft, ModelDraft, NgramDraft
+from edgellm.device_runtime.transcription.fair_lock import FairLock
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
     WORD_TIMES,
     TranscriptionOptions,
 )
+from edgellm.device_runtime.transcription.parts import (
+    Audio,
+    SpeechParts,
+    SpeechStream,
+    WholeRecording,
+)
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
 from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
 from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
+from edgellm.device_runtime.transcription.windows import PartWindows, Window
 from edgellm.device_runtime.transcription.word_times import Word, split_words
-from edgellm.multimodal.audio import SAMPLE_RATE
-from edgellm.multimodal.log_mel import HOP, log_mel
+from edgellm.multimodal.audio import SAMPLE_RATE, read_audio
+from edgellm.multimodal.log_mel import HOP
 
 _STEP_S = 2 * FRAME_S
 _START_TOKENS = 5  # of a prompt, besides earlier text
@@ -51,53 +59,128 @@ class Segment:
     words: tuple[Word, ...] = ()  # with times of words
 
 
-class Transcriber:
-    """A loaded speech model."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """A whole transcript."""
 
-    def __init__(self, folder: Path, draft: Path | str = "") -> None:
+    language: str
+    task: str
+    duration_s: float
+    text: str
+    segments: tuple[Segment, ...]
+
+    def __iter__(self) -> Iterator[Segment]:
+        """Its segments."""
+        return iter(self.segments)
+
+    def whole(self) -> Transcript:
+        """Itself, as `Transcription.whole`."""
+        return self
+
+
+class Transcriber:
+    """A loaded speech model; `close` or `with` frees its memory.
+
+    Threads may share it: windows of their recordings are computed in turns.
+    """
+
+    def __init__(
+        self, folder: Path | str, draft: Path | str = "", *, verify: bool | None = None
+    ) -> None:
         """Load the engine in a folder.
 
         Args:
-            folder: of the engine.
+            folder: made by llm_build on this machine.
             draft: speculates; the folder of a smaller model's engine, or NGRAM. "": none.
+            verify: as of `LLM`.
 
         Raises:
             EdgeLLMError: it is damaged, of another machine, or not of a speech model; the draft
                 has other tokens.
         """
+        folder = Path(folder)
         engine = load_engine(folder, LLM_ENGINE)
-        verify_sizes(folder, engine.files)
-        self._network = open_speech(folder, engine)
+        with FileCheck(folder, engine.files, verify):
+            network, self.tokenizer = open_speech(folder, engine), ChatTokenizer(folder)
         assert engine.decoder.audio is not None
         self.spec: AudioSpec = engine.decoder.audio
         self.vocab_size, capacity = engine.decoder.vocab_size, engine.max_kv_cache_capacity
         # Tokens of earlier text in a prompt
         half = min(engine.decoder.max_positions, capacity) // 2 - 1
         self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
-        self.tokenizer, self._end_ids = ChatTokenizer(folder), engine.eos_token_ids
-        self.draft = _open_draft(folder, engine, draft)
-        self.decoder = WindowDecoder(
-            network=self._network,
+        self._end_ids, self._draft = (
+            engine.eos_token_ids,
+            _open_draft(folder, engine, draft, verify),
+        )
+        self._decoder: WindowDecoder | None = WindowDecoder(
+            network=network,
             spec=self.spec,
             end_ids=engine.eos_token_ids,
             capacity=capacity,
-            draft=self.draft,
+            draft=self._draft,
         )
+        self.turn = FairLock()  # held while a window is computed
+
+    def __enter__(self) -> Transcriber:
+        """`with Transcriber(...) as model:` closes it at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory after the running window; unfinished transcripts fail."""
+        with self.turn:
+            self._decoder = self._draft = None
+
+    @property
+    def decoder(self) -> WindowDecoder:
+        """The decoder of windows; raises `EdgeLLMError` after `close`."""
+        if self._decoder is None:
+            raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
+        return self._decoder
 
     def transcribe(
-        self, samples: F32, options: TranscriptionOptions | None = None
+        self, audio: Path | str | F32, options: TranscriptionOptions | None = None
     ) -> Transcription:
         """Begin a transcript: its segments are computed while it is iterated.
 
         Args:
-            samples: of `multimodal.audio.read_audio`.
+            audio: a file, or samples float32 [N] from -1 to 1, mono, at 16 kHz.
             options: None: the defaults.
 
         Raises:
-            RequestError: a language or task that the model does not have, or special tokens in
-                the prompt.
+            RequestError: the file cannot be read; a language or task that the model does not have;
+                special tokens in the prompt; with `vad` no speech, or silero-vad is missing.
         """
-        return Transcription(self, samples, options or TranscriptionOptions())
+        options = options or TranscriptionOptions()
+        self.require(options)
+        samples = read_audio(Path(audio)) if isinstance(audio, Path | str) else audio
+        parts = SpeechParts(samples, self.window_size) if options.vad else WholeRecording(samples)
+        return Transcription(self, parts, options)
+
+    def transcribe_stream(
+        self, chunks: Iterable[F32], options: TranscriptionOptions | None = None
+    ) -> Transcription:
+        """Begin a transcript of audio that is still being recorded, cut at pauses.
+
+        A segment is computed half a second after the end of its speech.
+
+        Args:
+            chunks: samples as `transcribe` takes them, of any length; they may block.
+            options: None: the defaults.
+
+        Raises:
+            RequestError: as `transcribe` with `vad`.
+        """
+        audio = SpeechStream(chunks, self.window_size)
+        return Transcription(self, audio, options or TranscriptionOptions())
+
+    @property
+    def window_size(self) -> int:
+        """Samples of a window."""
+        return self.spec.num_frames * HOP
 
     def require(self, options: TranscriptionOptions) -> None:
         """Raise `RequestError` for a language or task that the model does not have."""
@@ -133,74 +216,83 @@ class Transcriber:
 
     def detect_language(self) -> str:
         """The most probable language of the window that was listened to last."""
-        logits = self._network.next_logits(np.array([self.spec.start_id]))
+        network = self.decoder.network
+        logits = network.next_logits(np.array([self.spec.start_id]))
         codes = sorted(self.spec.languages, key=self.spec.languages.__getitem__)
         scores = logits[[self.spec.languages[code] for code in codes]]
-        self._network.restart()
+        network.restart()
         return codes[int(scores.argmax())]
 
-    def listen(self, features: F32, of_draft: F32 | None = None) -> None:
-        """Encode a window of features [mel bins, F]; None: the draft has the same."""
-        self._network.listen(features)
-        if self.draft is not None:
-            self.draft.listen(features if of_draft is None else of_draft)
+    def listen(self, window: Window) -> None:
+        """Encode a window."""
+        self.decoder.network.listen(window.features)
+        if self._draft is not None:
+            self._draft.listen(window.draft_features)
+
+    @property
+    def draft_bins(self) -> int:
+        """Mel bins of the features that a draft listens to; 0: it does not listen."""
+        return 0 if self._draft is None else self._draft.num_mel_bins
 
 
 class Transcription:
     """The transcript of one recording.
 
     Attributes:
-        language: code of the speech; "en" of English-only models.
+        language: code of the speech, "en" of English-only models; "" until it is detected in the
+            first window.
         task: of the options.
-        duration_s: of the recording.
+        before_pass: called before forward passes; what it raises ends the transcript.
     """
 
-    def __init__(self, model: Transcriber, samples: F32, options: TranscriptionOptions) -> None:
-        """Compute the features, and detect the language if it is not given."""
+    def __init__(self, model: Transcriber, audio: Audio, options: TranscriptionOptions) -> None:
+        """Compute nothing yet; raises as `Transcriber.transcribe`."""
         model.require(options)
-        spec, window = model.spec, model.spec.num_frames * HOP
-        self._options, self._prompt_ids = options, model.prompt_ids(options.prompt)
-        self.task = options.task
-        self.duration_s = len(samples) / SAMPLE_RATE
-        is_long = len(samples) > window
-        self._has_timestamps = options.timestamps != NO_TIMES or is_long
-        whole = samples if is_long else np.pad(samples, (0, window - len(samples)))
-        self._model, self._features = model, log_mel(whole, spec.num_mel_bins)
-        bins = spec.num_mel_bins if model.draft is None else model.draft.num_mel_bins
-        same = bins in (0, spec.num_mel_bins)
-        self._of_draft = self._features if same else log_mel(whole, bins)
-        self._num_frames = min(-(-len(samples) // HOP), self._features.shape[1])  # of audio
-        self._heard = -1  # first frame of the encoded window
-        self.language = (options.language or "").lower() or self._detect()
-        start = [spec.start_id]
-        if spec.languages:
-            start += [spec.languages[self.language], spec.tasks[options.task]]
-        if not self._has_timestamps:
-            start.append(spec.no_timestamps_id)
-        self._start = tuple(start)
+        self._model, self._audio, self._options = model, audio, options
+        self._prompt_ids = model.prompt_ids(options.prompt)
+        self.task, self.language = options.task, (options.language or "").lower()
+        self.before_pass: Callable[[], object] = _no_check
+
+    @property
+    def duration_s(self) -> float:
+        """Duration of the recording; of a stream, of what came so far."""
+        return self._audio.num_samples / SAMPLE_RATE
 
     def __iter__(self) -> Iterator[Segment]:
         """Its segments, as they are computed."""
-        model, begin, end = self._model, 0, self._features.shape[1]
-        stream = model.tokenizer.stream()
+        stream = self._model.tokenizer.stream()
         so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
-        while begin < end:
-            frames = min(end - begin, model.spec.num_frames)
-            self._listen(begin)
-            prompt = self._prompt(so_far if may_condition else self._prompt_ids)
-            found = self._decode(begin, prompt)
-            may_condition = (
-                self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
-            )
-            if found.is_silent(self._options):
-                begin += frames
-                continue
-            spans, covered = split_window(model.spec, found.token_ids, frames)
-            for span in spans:
-                so_far += span.token_ids
-            times = self._token_times(prompt, found, begin)
-            yield from self._segments(spans, found, begin, times, stream)
-            begin += covered or frames
+        for part in self._audio.parts():
+            windows = PartWindows(part, self._model.spec, self._model.draft_bins)
+            for window in windows:
+                with self._model.turn:
+                    previous = so_far if may_condition else self._prompt_ids
+                    found, times = self._decode(window, previous)
+                may_condition = (
+                    self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
+                )
+                if found.is_silent(self._options):
+                    windows.advance(window.num_frames)
+                    continue
+                spans, covered = split_window(self._model.spec, found.token_ids, window.num_frames)
+                for span in spans:
+                    so_far += span.token_ids
+                yield from self._segments(spans, found, window, times, stream)
+                windows.advance(covered or window.num_frames)
+
+    def whole(self) -> Transcript:
+        """Compute all of it."""
+        return self.collected(tuple(self))
+
+    def collected(self, segments: tuple[Segment, ...]) -> Transcript:
+        """The whole transcript from all of its segments."""
+        return Transcript(
+            language=self.language,
+            task=self.task,
+            duration_s=self.duration_s,
+            text=self.text(segments).strip(),
+            segments=segments,
+        )
 
     def text(self, segments: Sequence[Segment]) -> str:
         """The text of segments together."""
@@ -208,67 +300,75 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _prompt(self, previous: Sequence[int]) -> Prompt:
-        kept = previous[-self._model.max_previous :]
-        return Prompt((self._model.spec.previous_id, *kept) if previous else (), self._start)
+    def _decode(self, window: Window, previous: Sequence[int]) -> tuple[WindowText, list[float]]:
+        """The text of a window at the first temperature with a text that is not poor.
 
-    def _decode(self, begin: int, prompt: Prompt) -> WindowText:
-        """The text of a window at the first temperature with a text that is not poor."""
+        Also the seconds in the window at which its tokens end; [] if words have no times.
+        """
         options, model = self._options, self._model
-        found: WindowText | None = None
+        self.before_pass()
+        model.listen(window)
+        if not self.language:
+            self.language = model.detect_language() if model.spec.languages else "en"
+        has_timestamps = options.timestamps != NO_TIMES or window.is_of_several
+        prompt = self._prompt(previous, has_timestamps=has_timestamps)
+        aligns, found = options.timestamps == WORD_TIMES, None
         for temperature in options.temperatures:
             found = model.decoder.decode(
                 prompt,
-                timestamps=self._has_timestamps,
+                timestamps=has_timestamps,
                 temperature=temperature,
-                seed=options.seed + begin,
-                aligns=options.timestamps == WORD_TIMES,
+                seed=options.seed + window.seek,
+                aligns=aligns,
+                before_pass=self.before_pass,
             )
             if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
                 break
         assert found is not None  # there are temperatures
-        return found
+        if not aligns or found.is_silent(options):
+            return found, []
+        positions = model.decoder.align(prompt, found, window.num_positions)
+        return found, [position * _STEP_S for position in positions]
 
-    def _token_times(self, prompt: Prompt, found: WindowText, begin: int) -> list[float]:
-        """Seconds at which the tokens of a window end; [] if words have no times."""
-        if self._options.timestamps != WORD_TIMES:
-            return []
-        frames = min(self._num_frames - begin, self._model.spec.num_frames)
-        positions = self._model.decoder.align(prompt, found, max(frames // 2, 1))
-        return [begin * FRAME_S + position * _STEP_S for position in positions]
+    def _prompt(self, previous: Sequence[int], *, has_timestamps: bool) -> Prompt:
+        spec = self._model.spec
+        kept, start = previous[-self._model.max_previous :], [spec.start_id]
+        if spec.languages:
+            start += [spec.languages[self.language], spec.tasks[self.task]]
+        if not has_timestamps:
+            start.append(spec.no_timestamps_id)
+        return Prompt((spec.previous_id, *kept) if previous else (), tuple(start))
 
     def _segments(
         self,
         spans: Sequence[Span],
         found: WindowText,
-        begin: int,
+        window: Window,
         times: Sequence[float],
         stream: TextStream,
     ) -> Iterator[Segment]:
         """The segments of a window."""
         whole = self._model.tokenizer.decode([*self._words(found.token_ids)]).strip()
         ratio = compression_ratio(whole.encode())
-        first, ends = 0, [begin * FRAME_S, *times]
+        first, ends = 0, [0.0, *times]
         for span in spans:
-            start_s, end_s = (
-                min(begin * FRAME_S + steps * _STEP_S, self.duration_s)
-                for steps in (span.begin, span.end)
-            )
             yield Segment(
-                start_s=start_s,
-                end_s=end_s,
+                start_s=window.time_s(span.begin * _STEP_S, ends=False),
+                end_s=window.time_s(span.end * _STEP_S, ends=True),
                 text="".join(map(stream.push, self._words(span.token_ids))),
                 token_ids=span.token_ids,
-                seek=begin,
+                seek=window.seek,
                 temperature=found.temperature,
                 avg_logprob=found.avg_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=found.no_speech_prob,
-                words=self._timed_words(span.token_ids, ends[first:]) if times else (),
+                words=self._timed_words(window, span.token_ids, ends[first:]) if times else (),
             )
             first += len(span.token_ids)
 
-    def _timed_words(self, token_ids: Sequence[int], ends: Sequence[float]) -> tuple[Word, ...]:
+    def _timed_words(
+        self, window: Window, token_ids: Sequence[int], ends: Sequence[float]
+    ) -> tuple[Word, ...]:
         """Words of a segment; `ends` of the token before it, and of each of its own."""
         first = self._model.spec.first_timestamp_id
         places = [at for at, token in enumerate(token_ids) if token < first]
@@ -276,8 +376,8 @@ class Transcription:
         return tuple(
             Word(
                 text=text,
-                start_s=ends[places[begin]],
-                end_s=ends[places[end - 1] + 1],
+                start_s=window.time_s(ends[places[begin]], ends=False),
+                end_s=window.time_s(ends[places[end - 1] + 1], ends=True),
             )
             for text, begin, end in split_words(pieces, self.language)
         )
@@ -287,32 +387,18 @@ class Transcription:
         first = self._model.spec.first_timestamp_id
         return (token for token in token_ids if token < first)
 
-    def _detect(self) -> str:
-        if not self._model.spec.languages:
-            return "en"
-        self._listen(0)
-        return self._model.detect_language()
 
-    def _listen(self, begin: int) -> None:
-        """Encode the window that begins at a frame; frames after the audio are zeros."""
-        if begin == self._heard:
-            return
-        size = self._model.spec.num_frames
-        windows = [each[:, begin : begin + size] for each in (self._features, self._of_draft)]
-        missing = size - windows[0].shape[1]
-        self._model.listen(*(np.pad(each, ((0, 0), (0, missing))) for each in windows))
-        self._heard = begin
-
-
-def _open_draft(folder: Path, engine: Engine, draft: Path | str) -> Draft | None:
+def _open_draft(
+    folder: Path, engine: Engine, draft: Path | str, verify: bool | None
+) -> Draft | None:
     if not draft:
         return None
     if draft == NGRAM:
         return NgramDraft()
     path = Path(draft)
     found, audio = load_engine(path, LLM_ENGINE), engine.decoder.audio
-    verify_sizes(path, found.files)
-    network, own = open_speech(path, found), found.decoder.audio
+    with FileCheck(path, found.files, verify):
+        network, own = open_speech(path, found), found.decoder.audio
     assert audio is not None
     assert own is not None
     require_same_tokens(folder, path)
@@ -325,3 +411,7 @@ def _open_draft(folder: Path, engine: Engine, draft: Path | str) -> Draft | None
             hint="build both engines with the same --maxKVCacheCapacity",
         )
     return ModelDraft(network, min(found.eos_token_ids), own.num_mel_bins)
+
+
+def _no_check() -> None:
+    """Never raises."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -76,11 +77,18 @@ class WindowDecoder:
         draft: Draft | None = None,
     ) -> None:
         """Args: `capacity` of prompt and text together, in tokens."""
-        self._network, self._spec, self._end_ids = network, spec, end_ids
+        self.network, self._spec, self._end_ids = network, spec, end_ids
         self._capacity, self._draft = capacity, draft
 
     def decode(
-        self, prompt: Prompt, *, timestamps: bool, temperature: float, seed: int, aligns: bool
+        self,
+        prompt: Prompt,
+        *,
+        timestamps: bool,
+        temperature: float,
+        seed: int,
+        aligns: bool,
+        before_pass: Callable[[], object],
     ) -> WindowText:
         """The text after a prompt.
 
@@ -90,15 +98,17 @@ class WindowDecoder:
             temperature: 0 is greedy.
             seed: of the samples at other temperatures.
             aligns: whether `align` may follow.
+            before_pass: called before each forward pass; may raise.
         """
         rules = DecodingRules(self._spec, min(self._end_ids), timestamps=timestamps)
         params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=seed)
         given = prompt.token_ids
-        self._network.restart(records_queries=aligns)
+        self.network.restart(records_queries=aligns)
         if self._draft is not None:
             self._draft.begin(given, rules)
+        before_pass()
         starts = [len(prompt.previous), len(given) - 1]
-        start, logits = self._network.logits(np.array(given), np.array(starts))
+        start, logits = self.network.logits(np.array(given), np.array(starts))
         no_speech = float(np.exp(start[self._spec.no_speech_id] - log_sum_exp(start)))
         text = _Text(
             rules=rules,
@@ -108,13 +118,14 @@ class WindowDecoder:
         )
         text.take(logits)
         while not text.is_complete:
+            before_pass()
             newest, drafted = text.token_ids[-1], self._drafted(text)
-            rows = self._network.logits(np.array([newest, *drafted]), np.arange(len(drafted) + 1))
+            rows = self.network.logits(np.array([newest, *drafted]), np.arange(len(drafted) + 1))
             for row, guess in zip(rows, [*drafted, None], strict=True):
                 if text.take(row) != guess or text.is_complete:
                     break
             # The newest token is computed in the next pass
-            self._network.truncate(len(given) + len(text.token_ids) - (not text.end))
+            self.network.truncate(len(given) + len(text.token_ids) - (not text.end))
         return WindowText(
             token_ids=tuple(text.token_ids),
             end=text.end,
@@ -142,6 +153,6 @@ class WindowDecoder:
         if count < 1:
             return [0] * len(text.token_ids)
         begin = len(prompt.token_ids)
-        attention = self._network.attention_to_audio(slice(begin, begin + count), num_positions)
+        attention = self.network.attention_to_audio(slice(begin, begin + count), num_positions)
         found = first_positions(attention, self._spec.median_filter_width).tolist()
         return found if text.end else [*found, found[-1]]

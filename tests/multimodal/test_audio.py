@@ -11,7 +11,7 @@ import pytest
 from speech_checkpoints import chirp, write_wav
 
 from edgellm.core.errors import RequestError
-from edgellm.multimodal.audio import read_audio
+from edgellm.multimodal.audio import decode_audio, read_audio
 from edgellm.multimodal.log_mel import log_mel
 
 SECONDS = 1.5
@@ -154,3 +154,12 @@ def test_without_pyav(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match="need PyAV") as caught:
         read_audio(path)
     assert "edgellm[audio]" in caught.value.hint
+
+
+def test_long_audio_is_rejected_while_it_is_decoded(tmp_path):
+    path = write_wav(tmp_path / "a.wav", chirp(3))
+    with path.open("rb") as file:
+        assert len(decode_audio(file, "the file", 3.0)) == 48000
+    with path.open("rb") as file, pytest.raises(RequestError, match=r"more than 2\.9 s") as caught:
+        decode_audio(file, "the file", 2.9)
+    assert caught.value.hint == "cut it into shorter ones"

@@ -20,6 +20,7 @@ from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.speech import whisper
 
+SILERO = Path(__file__).with_name("silero_vad.txt")  # the package of speech detection
 # Text, then special tokens in Whisper's order, then timestamps of a window of one second
 TEXT_TOKENS = 100
 SPECIAL = tuple(
@@ -135,9 +136,9 @@ def chirp(seconds: float, seed: int = 0) -> NDArray[np.float32]:
     return (0.3 * tone + 0.05 * noise).astype(np.float32)
 
 
-def write_wav(path: Path, samples: NDArray[np.float32], rate: int = 16000) -> Path:
-    """A WAV file of 16-bit samples, mono or [N, channels]."""
-    with wave.open(str(path), "wb") as file:
+def write_wav(path: Any, samples: NDArray[np.float32], rate: int = 16000) -> Path:
+    """A WAV file of 16-bit samples, mono or [N, channels]; `path` may be an open file."""
+    with wave.open(str(path) if isinstance(path, Path) else path, "wb") as file:
         file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
         file.setsampwidth(2)
         file.setframerate(rate)

@@ -1,17 +1,21 @@
-"""`edgellm transcribe`: write down what an audio file says."""
+"""`edgellm transcribe`: write down what audio files, or a microphone, say."""
 
 from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from edgellm.core.cli import App
-from edgellm.core.errors import require_choice
+from edgellm.core.errors import EdgeLLMError, RequestError, require_choice
 from edgellm.tools.command.flags import Fast, Model, Quantize, RecipeFlags, use_model
+from edgellm.tools.command.live_audio import LiveAudio, microphone, stopped_by_interrupt
 from edgellm.tools.command.transcription_flags import (
     TranscriptionFlags,
     with_transcription_flags,
@@ -21,18 +25,39 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from edgellm.device_runtime.transcription.transcriber import Transcription
+    from edgellm.device_runtime.transcription.formats import Write
+    from edgellm.device_runtime.transcription.options import TranscriptionOptions
+    from edgellm.device_runtime.transcription.transcriber import Transcriber
     from edgellm.tools.store.prepare import Prepared
 
 app = App()
 _FORMATS = "txt", "srt", "vtt", "json"
+_STDIN = "-"
 
-File = Annotated[
-    Path,
+Files = Annotated[
+    list[str] | None,
     typer.Argument(
         metavar="FILE",
-        help="Read this audio: WAV, FLAC, MP3, M4A, OGG or another file that FFmpeg reads. A .pcm "
-        "file, or a pipe given as -, has 16-bit mono samples at 16 kHz.",
+        help="Read this audio: WAV, FLAC, MP3, M4A, OGG or another file that FFmpeg reads; - is a "
+        "pipe. A .pcm file has 16-bit mono samples at 16 kHz. Several files need --output_dir. "
+        "Default: none, with --mic.",
+        rich_help_panel="Input",
+    ),
+]
+Mic = Annotated[
+    bool,
+    typer.Option(
+        "--mic",
+        help="Record the microphone instead of reading a FILE, and transcribe while it records; "
+        "Ctrl-C ends the recording.",
+        rich_help_panel="Input",
+    ),
+]
+Live = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="Transcribe the pipe - while it is written: raw 16-bit mono samples at 16 kHz.",
         rich_help_panel="Input",
     ),
 ]
@@ -41,6 +66,15 @@ Format = Annotated[
     typer.Option(
         "--format",
         help="Write plain text (txt), subtitles (srt, vtt) or all facts (json).",
+        rich_help_panel="Output",
+    ),
+]
+OutputDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--output_dir",
+        help="Write a file for each FILE into this folder, named after it and the format. "
+        "Default: standard output.",
         rich_help_panel="Output",
     ),
 ]
@@ -59,7 +93,7 @@ Draft = Annotated[
 
 @app.command(
     name="transcribe",
-    common=("file", "model", "--language", "--timestamps", "--format"),
+    common=("files", "model", "--language", "--timestamps", "--format"),
     examples=(
         "edgellm transcribe talk.wav openai/whisper-tiny",
         "edgellm transcribe film.mp4 openai/whisper-small --task translate --format srt",
@@ -67,45 +101,150 @@ Draft = Annotated[
 )
 @with_transcription_flags
 def transcribe(
-    file: File,
+    *,
+    files: Files = None,
     model: Model,
     transcription_flags: TranscriptionFlags,
     output_format: Format = "txt",
+    output_dir: OutputDir = None,
+    mic: Mic = False,
+    live: Live = False,
     draft: Draft = "",
     quantize: Quantize = None,
     fast: Fast = False,
 ) -> None:
-    """Write down what an audio file says, with a speech model such as Whisper.
+    """Write down what audio files say, with a speech model such as Whisper.
 
     The transcript goes to standard output, segment by segment.
     """
     require_choice("--format", output_format, _FORMATS)
-    from edgellm.tools.command.transcript_formats import FORMATS, plain_text, timed_lines
+    given = files or []
+    _require_sources(given, output_dir, mic=mic, live=live)
+    targets = _targets(given, output_dir, output_format) if output_dir is not None else []
+    from edgellm.device_runtime.transcription import formats, speech_detector
+    from edgellm.device_runtime.transcription.options import NO_TIMES
+    from edgellm.device_runtime.transcription.transcriber import Transcriber
 
-    options = transcription_flags.read(needs_times=output_format != "txt")
-    samples = _samples(file)  # before the model is made, which may take minutes
+    is_live = mic or live
+    flags = replace(transcription_flags, vad=transcription_flags.vad or is_live)
+    options = flags.read(needs_times=output_format != "txt")
+    if options.vad:
+        speech_detector.network_file()  # before the model is made, which may take minutes
+    write = formats.FORMATS[output_format]
+    if output_format == "txt" and (is_live or options.timestamps != NO_TIMES):
+        write = formats.lines if options.timestamps == NO_TIMES else formats.timed_lines
+    samples = _samples(given[0]) if not is_live and not targets else None
 
-    def start(found: Prepared) -> Transcription:
-        from edgellm.device_runtime.transcription.transcriber import Transcriber
-
-        return Transcriber(found.engine, drafts).transcribe(samples, options)
-
-    flags = RecipeFlags(quantize=quantize, fast=fast)
+    recipe = RecipeFlags(quantize=quantize, fast=fast)
     drafts: Path | str = draft
     if draft not in ("", "ngram"):
-        drafts = use_model(app, draft, flags, lambda found: found.engine)
-    transcript = use_model(app, model, flags, start)
-    write = FORMATS.get(output_format, plain_text)
-    if output_format == "txt" and options.timestamps != "none":
-        write = timed_lines
-    for piece in write(transcript):
+        drafts = use_model(app, draft, recipe, lambda found: found.engine)
+
+    def start(found: Prepared) -> Transcriber:
+        opened = Transcriber(found.engine, drafts)
+        opened.require(options)
+        return opened
+
+    transcriber = use_model(app, model, recipe, start)
+    if targets:
+        _transcribe_files(transcriber, targets, options, write)
+        return
+    with microphone() if mic else nullcontext(LiveAudio(sys.stdin.buffer)) as audio:
+        if samples is not None:
+            _print(write(transcriber.transcribe(samples, options)))
+            return
+        with stopped_by_interrupt(audio):
+            _print(write(transcriber.transcribe_stream(audio, options)))
+
+
+def _print(pieces: Iterable[str]) -> None:
+    for piece in pieces:
         typer.echo(piece, nl=False)
 
 
-def _samples(file: Path) -> NDArray[np.float32]:
+def _require_sources(
+    files: Sequence[str], output_dir: Path | None, *, mic: bool, live: bool
+) -> None:
+    """Reject sources that exclude each other; raises `EdgeLLMError`."""
+    flag = "--mic" if mic else "--live"
+    if mic and (files or live):
+        other = files[0] if files else "--live"
+        raise EdgeLLMError(f"--mic records, and reads no {other}", hint="give one of the two")
+    if live and files != [_STDIN]:
+        raise EdgeLLMError(
+            "--live transcribes a pipe",
+            hint="arecord -t raw ... | edgellm transcribe - MODEL --live",
+        )
+    if (mic or live) and output_dir is not None:
+        raise EdgeLLMError(
+            f"{flag} has no file for --output_dir", hint="redirect the output: > FILE"
+        )
+    if not files and not mic:
+        raise EdgeLLMError(
+            "an audio file or the model is missing",
+            hint="give FILE and MODEL, or --mic and MODEL",
+        )
+    if len(files) > 1 and output_dir is None:
+        raise EdgeLLMError(
+            f"{len(files)} files need a folder for their transcripts", hint="give --output_dir"
+        )
+
+
+def _targets(files: Sequence[str], folder: Path, kind: str) -> list[tuple[str, Path]]:
+    """Files with those of their transcripts.
+
+    Raises:
+        EdgeLLMError: a file is missing, two have one transcript, or it cannot be written.
+    """
+    from edgellm.core.artifact import check_output_file
+
+    found: dict[Path, str] = {}
+    for file in files:
+        if not Path(file).is_file():
+            raise EdgeLLMError(f"{file} is no file", hint="give audio files and then the model")
+        target = folder / f"{Path(file).stem}.{kind}"
+        if target in found:
+            raise EdgeLLMError(
+                f"{found[target]} and {file} have the same transcript, {target}",
+                hint="rename one of them, or give another --output_dir",
+            )
+        found[target] = file
+    folder.mkdir(parents=True, exist_ok=True)
+    for target, file in found.items():
+        check_output_file(target, Path(file))
+    return [(file, target) for target, file in found.items()]
+
+
+def _transcribe_files(
+    transcriber: Transcriber,
+    targets: Sequence[tuple[str, Path]],
+    options: TranscriptionOptions,
+    write: Write,
+) -> None:
+    """Transcribe one file after the other; raises `EdgeLLMError` at the end if some failed."""
+    from edgellm.core.artifact import replace_file
+
+    num_failed = 0
+    for file, target in targets:
+        try:
+            content = "".join(write(transcriber.transcribe(_samples(file), options)))
+        except RequestError as error:
+            num_failed += 1
+            typer.echo(f"error: {error}", err=True)
+            continue
+        replace_file(target, content)
+        typer.echo(str(target))
+    if num_failed:
+        raise EdgeLLMError(
+            f"{num_failed} of {len(targets)} files were not transcribed",
+            hint="the lines above say why",
+        )
+
+
+def _samples(file: str) -> NDArray[np.float32]:
     """The audio of a file, or of standard input."""
     from edgellm.multimodal.audio import decode_audio, read_audio
 
-    if str(file) != "-":
-        return read_audio(file)
+    if file != _STDIN:
+        return read_audio(Path(file))
     return decode_audio(io.BytesIO(sys.stdin.buffer.read()), "standard input")

@@ -120,6 +120,17 @@ Seed = Annotated[
 ]
 
 
+Vad = Annotated[
+    bool,
+    _flag(
+        "Output",
+        "--vad",
+        help_text="Skip silence and cut long audio at pauses, by voice activity detection (Silero "
+        "VAD), as --live and --mic always do.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionFlags:
     """The flags."""
@@ -136,6 +147,7 @@ class TranscriptionFlags:
     logprob_threshold: LogprobThreshold = -1.0
     no_speech_threshold: NoSpeechThreshold = 0.6
     seed: Seed = 0
+    vad: Vad = False
 
     def read(self, *, needs_times: bool) -> TranscriptionOptions:
         """The options; `needs_times`: the output's format has them."""
@@ -155,6 +167,7 @@ class TranscriptionFlags:
             logprob_threshold=self.logprob_threshold,
             no_speech_threshold=self.no_speech_threshold,
             seed=self.seed,
+            vad=self.vad,
         )
 
 

@@ -29,6 +29,7 @@ from edgellm.tools.serve.protocols.openai.tokenize import (
     detokenized,
     tokenized,
 )
+from edgellm.tools.serve.protocols.openai.transcriptions import add_transcriptions
 from edgellm.tools.serve.protocols.routes import add_protocols
 from edgellm.tools.serve.protocols.triton.generate import GenerateRequest, GenerateWriter
 from edgellm.tools.serve.routing.engine_pool import EnginePool
@@ -42,6 +43,7 @@ def create_app(engines: EnginePool) -> FastAPI:
     app = FastAPI(title="edgellm-serve", version=version, docs_url=None, redoc_url=None)
     _add_openai(app, engines)
     add_adapters(app, engines)
+    add_transcriptions(app, engines)
     add_protocols(app, engines)
     _add_triton(app, engines)
     add_kserve(app, engines, version)

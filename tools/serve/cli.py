@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from edgellm.tools.serve import settings
+    from edgellm.tools.serve.engines.models import Model
     from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 app = App()
@@ -47,28 +48,23 @@ def edgellm_serve(flags: ServeFlags, spec_flags: SpecFlags) -> None:
 
     keys = settings.read_keys(flags.api_key_file) if flags.api_key_file is not None else frozenset()
     settings.require_safe(flags.host, has_keys=bool(keys), allow_no_key=flags.allow_no_key)
-    maximum = (
-        settings.IMAGE_BODY_BYTES if flags.multimodal_engine_dirs else settings.TEXT_BODY_BYTES
+    draft, budget = how and how.draft_engine_dir, flags.memory_budget * models.BYTES_PER_GB
+    given = models.read_models(
+        flags.engine_dirs, flags.multimodal_engine_dirs or (), flags.model_name, draft, budget
     )
+    if any(model.is_speech for model in given):
+        require("audio")
     wanted = settings.Settings(
         key_hashes=keys,
         local_only=settings.is_loopback(flags.host) and not keys,
         queue_size=flags.queue_size,
         request_timeout_s=flags.request_timeout,
         total_timeout_s=flags.total_timeout,
-        max_body_bytes=flags.max_body_bytes or maximum,
+        max_body_bytes=flags.max_body_bytes or _body_bytes(given),
         origins=cors.read_origins(flags.allow_origins or ()),
         images=_image_rules(flags.image_folders, flags.image_hosts),
-        memory_bytes=flags.memory_budget * models.BYTES_PER_GB,
+        memory_bytes=budget,
         lora_folders=_folders("--allowLoraFolder", flags.lora_folders),
-    )
-    draft = how and how.draft_engine_dir
-    given = models.read_models(
-        flags.engine_dirs,
-        flags.multimodal_engine_dirs or (),
-        flags.model_name,
-        draft,
-        wanted.memory_bytes,
     )
     loading = Loading(
         spec=how,
@@ -91,6 +87,14 @@ def edgellm_serve(flags: ServeFlags, spec_flags: SpecFlags) -> None:
         engines.registry.show_energy(Meter(sensors).start())
     request_log.configure(flags.log_level, flags.log_format)
     _run(engines, listeners, flags.grpc_port, flags.host, flags.drain_timeout)
+
+
+def _body_bytes(given: Sequence[Model]) -> int:
+    """Default limit of a request's body."""
+    from edgellm.tools.serve.settings import MEDIA_BODY_BYTES, TEXT_BODY_BYTES
+
+    has_media = any(model.visual is not None or model.is_speech for model in given)
+    return MEDIA_BODY_BYTES if has_media else TEXT_BODY_BYTES
 
 
 def _image_rules(folders: list[Path] | None, hosts: list[str] | None) -> settings.ImageRules:

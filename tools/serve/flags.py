@@ -168,7 +168,7 @@ MaxBodyBytes = Annotated[
     typer.Option(
         "--maxBodyBytes",
         min=1024,
-        help="Limit the body of a request, in bytes. Default: 1 MiB, with images 32 MiB.",
+        help="Limit the body of a request, in bytes. Default: 1 MiB, with images or audio 32 MiB.",
         rich_help_panel="Limits",
     ),
 ]

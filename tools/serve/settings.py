@@ -14,7 +14,7 @@ from edgellm.device_runtime.api.generation_request import GenerationDefaults
 
 MIN_KEY_LENGTH = 8
 _DEFAULTS = """give an object, such as '{"temperature": 0.6, "top_k": 20}'"""
-TEXT_BODY_BYTES, IMAGE_BODY_BYTES = 1 << 20, 32 << 20
+TEXT_BODY_BYTES, MEDIA_BODY_BYTES = 1 << 20, 32 << 20
 
 
 @dataclass(frozen=True, slots=True)

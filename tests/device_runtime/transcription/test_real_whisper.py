@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import downloaded
 import numpy as np
 import pytest
 import torch
 import transformers
-from speech_checkpoints import GREEDY, build_speech, load_speech
+from speech_checkpoints import GREEDY, SILERO, build_speech, load_speech
 from tokenizers import Tokenizer
 
 from edgellm.device_runtime.networks.speech import SpeechNetwork
@@ -69,6 +72,30 @@ def test_words_are_those_of_transformers(
     assert "".join(each.text for each in segments) == expected
     assert "welcome to the meeting" in expected
     assert (len(audio) > 30 * 16000) == is_long
+
+
+def test_words_between_pauses(transcriber, samples, monkeypatch):
+    """Word error rate by jiwer: speech with 40 s of noise in it, as a file and as a stream."""
+    monkeypatch.syspath_prepend(downloaded.packages(SILERO))
+    monkeypatch.syspath_prepend(downloaded.packages(Path(__file__).with_name("word_errors.txt")))
+    import jiwer
+
+    noise = 0.001 * np.random.default_rng(0).standard_normal(640000).astype(np.float32)
+    audio = np.concatenate([noise[:40000], samples, noise, samples])
+    words = jiwer.Compose(
+        [jiwer.ToLowerCase(), jiwer.RemovePunctuation(), jiwer.ReduceToListOfListOfWords()]
+    )
+    found = transcriber.transcribe(audio, TranscriptionOptions(vad=True, timestamps="word"))
+    second = 2.5 + len(samples) / 16000 + 40
+    spoken = [word for each in found for word in each.words]
+    begins = next(word.start_s for word in spoken[len(spoken) // 2 :])
+    assert second - 0.5 < begins < second + 1.5
+    stream = transcriber.transcribe_stream(np.array_split(audio, 400))
+    for text in (" ".join(word.text for word in spoken), stream.whole().text):
+        errors = jiwer.wer(
+            f"{TEXT} {TEXT}", text, reference_transform=words, hypothesis_transform=words
+        )
+        assert errors < 0.1, text
 
 
 @pytest.mark.parametrize("repeats", [1, 4])

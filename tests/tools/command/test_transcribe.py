@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import downloaded
 import numpy as np
 import pytest
 from conftest import assert_one_line_error
-from speech_checkpoints import chirp, write_wav
+from speech_checkpoints import SILERO, chirp, write_wav
 
+from edgellm.device_runtime.transcription.formats import vtt
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.device_runtime.transcription.word_times import Word
 from edgellm.multimodal.audio import read_audio
-from edgellm.tools.command.transcript_formats import vtt
+from edgellm.scripts.whisper_tiny import fetch
 from edgellm.tools.command.transcription_flags import TranscriptionFlags
 
+EDGELLM = Path(sys.executable).parent / "edgellm"
 ONCE = "--temperature_increment_on_fallback", "0"
 TIME = r"(\d\d):(\d\d):(\d\d)[.,](\d\d\d)"
 
@@ -171,3 +179,133 @@ def test_bad_input(transcribe, speech_engine, tiny_engine, recording, tmp_path):
         result = transcribe(*words)
         assert_one_line_error(result, *fragments)
         assert result.stdout == ""
+
+
+def test_several_files(transcribe, speech_engine, recording, tmp_path):
+    other = write_wav(tmp_path / "b.wav", chirp(0.6, seed=1))
+    broken = tmp_path / "c.wav"
+    broken.write_bytes(b"RIFF")
+    folder = tmp_path / "texts" / "of"
+    given = speech_engine, "--language", "de", "--output_dir", folder
+    result = transcribe(recording, other, *given)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [f"{folder}/a.txt", f"{folder}/b.txt"]
+    for path in (recording, other):
+        single = transcribe(path, speech_engine, "--language", "de").stdout
+        assert (folder / f"{path.stem}.txt").read_text() == single
+    result = transcribe(broken, other, *given, "--format", "srt")
+    assert (result.returncode, result.stdout) == (2, f"{folder}/b.srt\n")
+    assert "holds no audio" in result.stderr
+    assert "1 of 2 files were not transcribed" in result.stderr
+    assert sorted(each.name for each in folder.iterdir()) == ["a.txt", "b.srt", "b.txt"]
+    (tmp_path / "d").mkdir()
+    same = write_wav(tmp_path / "d" / "a.wav", chirp(0.5))
+    for words, fragments in (
+        ((recording, other, speech_engine), ("2 files need a folder", "--output_dir")),
+        ((recording, same, *given), ("have the same transcript", "rename")),
+        ((recording, tmp_path / "none.wav", *given), ("is no file", "and then the model")),
+    ):
+        assert_one_line_error(transcribe(*words), *fragments)
+
+
+@pytest.fixture(scope="module")
+def voice(tmp_path_factory):
+    """Packages of speech, and two sentences of it as raw audio."""
+    folder = downloaded.packages(SILERO)
+    path = tmp_path_factory.mktemp("voice") / "a.wav"
+    samples = read_audio(fetch.say("Good morning. How are you?", path))
+    return folder, (samples * 32767).round().astype("<i2").tobytes()
+
+
+@pytest.fixture
+def live(voice, tmp_path):
+    """Starts the command with a pipe."""
+    folder, _ = voice
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "EDGELLM_HOME": str(tmp_path / "home"),
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    }
+    started = []
+
+    def start(*words):
+        command = [EDGELLM, "transcribe", *map(str, words)]
+        started.append(
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+SILENCE = bytes(32000)
+
+
+def test_a_pipe_is_transcribed_while_it_comes(live, voice, speech_engine):
+    """The text comes before the pipe ends; Ctrl-C ends the recording, not the command."""
+    process = live("-", speech_engine, "--live", "--language", "de")
+    speech = voice[1]
+    for begin in range(0, len(speech), 3201):  # odd: samples are cut
+        process.stdin.write(speech[begin : begin + 3201])
+        process.stdin.flush()
+    process.stdin.write(SILENCE)
+    process.stdin.flush()
+    first = process.stdout.readline()
+    assert first.split()[0].startswith(b"w")
+    process.stdin.write(speech)
+    process.stdin.flush()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    assert len(rest.splitlines()) >= 1
+
+
+def test_a_microphone_is_recorded(live, voice, speech_engine, tmp_path):
+    """A recorder that never ends by itself, and one that fails."""
+    recorder = tmp_path / "arecord"
+    (tmp_path / "voice.raw").write_bytes(voice[1] + SILENCE)
+    recorder.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/words\ncat {tmp_path}/voice.raw\nexec sleep 600\n'
+    )
+    recorder.chmod(0o755)
+    process = live("--mic", speech_engine, "--language", "de")
+    assert process.stdout.readline().startswith(b"w")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    assert (tmp_path / "words").read_text() == "-q -t raw -f S16_LE -r 16000 -c 1\n"
+    recorder.write_text("#!/bin/sh\necho 'audio open error: No such device' >&2\nexit 1\n")
+    _, errors = live("--mic", speech_engine).communicate(timeout=60)
+    assert b"arecord does not record: audio open error: No such device" in errors
+
+
+def test_bad_live_input(transcribe, speech_engine, recording, monkeypatch, voice, tmp_path):
+    for words, fragments in (
+        (("--mic", recording, speech_engine), ("reads no", "one of the two")),
+        ((recording, speech_engine, "--live"), ("transcribes a pipe", "- MODEL --live")),
+        ((speech_engine,), ("is missing", "--mic")),
+        (("-", speech_engine, "--live", "--output_dir", tmp_path), ("--live has no file",)),
+    ):
+        assert_one_line_error(transcribe(*words), *fragments)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "silero_vad", None)  # not installed
+        result = transcribe(recording, speech_engine, "--vad")
+    assert_one_line_error(result, "silero-vad", "--no-deps")
+    monkeypatch.syspath_prepend(voice[0])
+    wave = io.TextIOWrapper(io.BytesIO(recording.read_bytes()))
+    monkeypatch.setattr(sys, "stdin", wave)
+    result = transcribe("-", speech_engine, "--live")
+    assert_one_line_error(result, "is a WAV file, not raw samples", "arecord -t raw")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert_one_line_error(transcribe("--mic", speech_engine), "--mic needs arecord or ffmpeg")

@@ -20,10 +20,11 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.tools.serve import heap
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Failed
+from edgellm.tools.serve.engines.llm_worker import LLMWorker
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.metrics import Metrics
 from edgellm.tools.serve.engines.models import read_models
-from edgellm.tools.serve.engines.worker import Job, Worker
+from edgellm.tools.serve.engines.worker import Job
 from edgellm.tools.serve.settings import Settings
 
 TESTS = Path(__file__).parents[2]
@@ -155,7 +156,9 @@ def _wait_until(holds) -> None:
 
 def test_a_job_that_is_over_is_forgotten(roomy_engine):
     """The thread that ran it waits for the next one, and refers to none."""
-    found = Worker(llm=LLM(roomy_engine), metrics=Metrics("m"), queue_size=2, request_timeout_s=60)
+    found = LLMWorker(
+        llm=LLM(roomy_engine), metrics=Metrics("m"), queue_size=2, request_timeout_s=60
+    )
     found.start()
     try:
         events: queue.Queue = queue.Queue()

@@ -74,7 +74,7 @@ def test_every_answer_is_documented(lettered_server, mode):
     )
     document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in document.get_all_operations()]
-    assert len(operations) == 36
+    assert len(operations) == 38
     for operation in operations:
         if mode.is_positive or operation.body:
             few(given(case=operation.as_strategy(generation_mode=mode))(check))()

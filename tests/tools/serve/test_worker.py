@@ -17,8 +17,9 @@ from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.api.llm import Step
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Failed, Finished, Started
+from edgellm.tools.serve.engines.llm_worker import LLMWorker
 from edgellm.tools.serve.engines.metrics import Metrics
-from edgellm.tools.serve.engines.worker import Job, Worker
+from edgellm.tools.serve.engines.worker import Job
 from edgellm.tools.serve.http.errors import ApiError
 
 GREEDY = SamplingParams(temperature=0)
@@ -43,7 +44,7 @@ class _Passes:
 
 def _working(llm, queue_size):
     llm.base = passes = _Passes(llm.base)
-    found = Worker(llm=llm, metrics=Metrics("m"), queue_size=queue_size, request_timeout_s=60)
+    found = LLMWorker(llm=llm, metrics=Metrics("m"), queue_size=queue_size, request_timeout_s=60)
     found.passes = passes
     found.start()
     yield found

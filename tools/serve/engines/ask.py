@@ -11,6 +11,7 @@ from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.api.pooler import EmbeddingInput, RerankInput
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.multimodal.media import Source
 
 
@@ -38,7 +39,16 @@ class EngineRequest:
         return [replace(self, sampling=replace(self.sampling, seed=seed % 2**63)) for seed in seeds]
 
 
-Ask: TypeAlias = EngineRequest | EmbeddingInput | RerankInput  # one sequence of a job
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptionInput:
+    """A recording for a speech model."""
+
+    audio: bytes  # of a file
+    options: TranscriptionOptions
+
+
+# One sequence of a job
+Ask: TypeAlias = EngineRequest | EmbeddingInput | RerankInput | TranscriptionInput
 
 
 def start(llm: LLM, ask: EngineRequest) -> RequestOutput:

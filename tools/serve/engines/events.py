@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.engine.profile import RoundCounts
 from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
+from edgellm.device_runtime.transcription.transcriber import Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Statistics of a finished sequence, or of an embedded text."""
+    """Statistics of a finished sequence, of an embedded text, or of a transcript."""
 
     finish_reason: str  # "stop" or "length"
     prompt_tokens: int
@@ -36,6 +37,7 @@ class Finished:
     stop_string: str | None = None  # the matched stop string
     seed: int | None = None  # that repeats the output; None: greedy
     embedding: NDArray[np.float32] | None = None  # [H], of a text
+    transcript: Transcript | None = None  # of a recording
 
     @property
     def is_cut(self) -> bool:

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.device_runtime.validation import MAX_STALL_MS
 from edgellm.tools.serve.engines import kv_persistence
 from edgellm.tools.serve.engines.models import Model
@@ -29,8 +30,13 @@ class Loading:
     contexts: Path | None = None  # folder of `--slotSavePath`
     has_own_folders: bool = False  # one subfolder of `contexts` for each engine
 
-    def load(self, model: Model) -> LLM:
-        """Load an engine and restore its contexts; raises as `LLM`."""
+    def load(self, model: Model) -> LLM | Transcriber:
+        """Load an engine, and the contexts of a language model.
+
+        Raises as `LLM` or `Transcriber`.
+        """
+        if model.is_speech:
+            return Transcriber(model.folder, verify=self.verify)
         llm = LLM(
             model.folder,
             verify=self.verify,
@@ -46,17 +52,17 @@ class Loading:
             kv_persistence.restore(self._contexts_of(model), llm)
         return llm
 
-    def unload(self, model: Model, llm: LLM) -> None:
+    def unload(self, model: Model, engine: LLM | Transcriber) -> None:
         """Save an engine's contexts and free its memory.
 
         Raises:
             LimitError: the disk is full; the memory is freed nevertheless.
         """
         try:
-            if self.contexts is not None:
-                kv_persistence.save(self._contexts_of(model), llm)
+            if self.contexts is not None and isinstance(engine, LLM):
+                kv_persistence.save(self._contexts_of(model), engine)
         finally:
-            llm.close()
+            engine.close()
 
     def prepare(self, models: Sequence[Model]) -> None:
         """Create the folders of the engines' contexts with `--slotSavePath`.

@@ -91,6 +91,7 @@ class Metrics:
         )
         self._preempted = self._counter("vllm:num_preemptions", "Preemptions of sequences.")
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens.")
+        self.audio = self._counter("edgellm:audio_seconds", "Seconds of transcribed audio.")
         self.generated = self._counter("vllm:generation_tokens", "Generated tokens.")
         self._looked_up = self._counter("vllm:prefix_cache_queries", "Looked-up tokens.")
         self._found = self._counter("vllm:prefix_cache_hits", "Tokens in the prefix cache.")
@@ -104,14 +105,17 @@ class Metrics:
             labelnames=["model_name", "finished_reason"],
         )
 
-    def watch(self, running: Callable[[], int], waiting: Callable[[], int], llm: LLM) -> None:
-        """Connect the gauges and the batch size to a loaded engine."""
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Connect the gauges to the worker of a loaded engine."""
         self._running.set_function(running)
         self._waiting.set_function(waiting)
-        self._cache_usage.set_function(lambda: llm.kv_cache_manager.usage)
-        llm.on_pass(self._observe_pass)
         self._loads.inc()
         self._loaded.set(1)
+
+    def watch_batch(self, llm: LLM) -> None:
+        """Connect the batch size and the KV cache's gauge to a loaded engine."""
+        self._cache_usage.set_function(lambda: llm.kv_cache_manager.usage)
+        llm.on_pass(self._observe_pass)
 
     def unwatch(self) -> None:
         """Drop all references to an engine that is unloaded."""

@@ -36,6 +36,11 @@ class Model:
     visual: Path | None = None  # folder of its visual engine
     num_bytes: int = 0  # of memory: files and KV caches
 
+    @property
+    def is_speech(self) -> bool:
+        """Whether it transcribes audio, and generates no text to prompts."""
+        return self.manifest.decoder.audio is not None
+
 
 def read_models(
     given: Sequence[str],
@@ -115,6 +120,11 @@ def _model(name: str, folder: Path, visual: Path | None, draft_model: Path | Non
         parts.append(load_engine(folder / DRAFT_FOLDER, DRAFT_ENGINE))
     if draft_model is not None:
         parts.append(load_engine(draft_model, LLM_ENGINE))
+    if visual is not None and manifest.decoder.audio is not None:
+        raise EdgeLLMError(
+            f"{name} is a speech model, which takes no images",
+            hint=f"leave out --multimodalEngineDir {name}={visual}",
+        )
     if visual is not None:
         parts.append(load_engine(visual, VISUAL_ENGINE))
     return Model(

@@ -1,32 +1,29 @@
-"""The queue of an engine, and one thread for each sequence of its batch."""
+"""The queue of an engine, and the threads that run its requests."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from edgellm.core.errors import (
-    EdgeLLMError,
-    UnexpectedError,
-)
-from edgellm.device_runtime.api.llm import LLM, RequestOutput, Step
-from edgellm.device_runtime.api.pooler import EmbeddingInput, RerankInput
+from edgellm.core.errors import EdgeLLMError, UnexpectedError
+from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.request_faults import as_failure
 from edgellm.device_runtime.scheduler.running_batch import OutOfTimeError
 from edgellm.device_runtime.scheduler.scheduler import AGING_S
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.tools.serve import heap
-from edgellm.tools.serve.engines.ask import Ask, EngineRequest, start
-from edgellm.tools.serve.engines.events import Event, Failed, Finished, OutputSwitch, Started
+from edgellm.tools.serve.engines.ask import Ask
+from edgellm.tools.serve.engines.events import Event, Failed, OutputSwitch
 from edgellm.tools.serve.engines.metrics import Metrics
 from edgellm.tools.serve.http.errors import ApiError
 
 _log = logging.getLogger(__name__)
-_EMBEDDING_JOBS = 8  # of an engine that embeds: their texts share passes
 
 
 class AbandonedError(Exception):
@@ -59,13 +56,21 @@ class Job:
         return self.priority - (now - self.arrived) // AGING_S
 
 
-class Worker:
-    """Runs jobs concurrently: one thread starts each job, one thread computes the batch."""
+class Worker(ABC):
+    """Runs jobs concurrently, each in a thread."""
+
+    too_late = "no token was computed within {limit}: shorten the prompt"
 
     def __init__(
-        self, *, llm: LLM, metrics: Metrics, queue_size: int, request_timeout_s: float
+        self,
+        *,
+        engine: LLM | Transcriber,
+        metrics: Metrics,
+        queue_size: int,
+        request_timeout_s: float,
+        num_threads: int,
     ) -> None:
-        self.llm, self._metrics = llm, metrics
+        self.engine, self._metrics = engine, metrics
         self._size, self._request_timeout_s = queue_size, request_timeout_s
         self._waiting: list[Job] = []
         self._changed = threading.Condition()
@@ -74,15 +79,19 @@ class Worker:
         self._mean_s = 1.0  # moving average of a request's time
         self._threads = [
             threading.Thread(target=self._work, name=f"answer-{number}", daemon=True)
-            for number in range(max(llm.batch_size, _EMBEDDING_JOBS if llm.embeds else 1))
+            for number in range(num_threads)
         ]
-        self._driver = llm.driver()
-        metrics.watch(lambda: len(self.running), lambda: len(self._waiting), llm)
+        metrics.watch(lambda: len(self.running), lambda: len(self._waiting))
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the engine's LoRA adapters, by name."""
+        return {}
 
     @property
     def is_alive(self) -> bool:
         """Whether the threads run."""
-        return self._driver.is_alive and all(thread.is_alive() for thread in self._threads)
+        return all(thread.is_alive() for thread in self._threads)
 
     @property
     def is_ready(self) -> bool:
@@ -91,7 +100,6 @@ class Worker:
 
     def start(self) -> None:
         """Start the threads."""
-        self._driver.start()
         for thread in self._threads:
             thread.start()
 
@@ -136,8 +144,6 @@ class Worker:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=30)
-        self._driver.end()
-        self._driver.join(30)
 
     def _check(self, job: Job, answers: Sequence[RequestOutput] = ()) -> None:
         """Check before a forward pass that a job may continue.
@@ -157,7 +163,7 @@ class Worker:
             limit = f"--requestTimeout {self._request_timeout_s:g} s"
             if job.until == job.deadline:
                 limit = "--totalTimeout, waiting included"
-            raise too_late(f"no token was computed within {limit}: shorten the prompt")
+            raise too_late(self.too_late.format(limit=limit))
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -201,95 +207,14 @@ class Worker:
             job.post(Failed(failure))
         del failure  # the error's frames refer to this one
 
+    @abstractmethod
     def _run(self, job: Job, began: float) -> None:
-        self._check(job)
-        # A faulty prompt fails before the first sequence is computed.
-        asks = [ask for ask in job.asks if isinstance(ask, EngineRequest)]
-        answers = [start(self.llm, ask) for ask in asks]
-        for at, answer in enumerate(answers):
-            answer.before_pass = functools.partial(self._check, job, answers)
-            job.notify(at, self._started(asks[at], answer))
-        if answers:
-            self._generate(job, answers, began)
-        texts = [ask for ask in job.asks if isinstance(ask, EmbeddingInput | RerankInput)]
-        if texts:
-            self._embed(job, texts, began)
+        """Compute a job, post its events, and call `_check` before each forward pass.
 
-    def _started(self, ask: EngineRequest, answer: RequestOutput) -> Started:
-        if ask.prompt_logprobs is None:
-            return Started(answer.prompt_token_count)
-        ids = answer.prompt.token_ids
-        before_pass = answer.before_pass or _no_check
-        found = self.llm.read_logprobs(ids, ask.prompt_logprobs, before_pass, ask.lora)
-        return Started(len(ids), tuple(ids), tuple(found))
-
-    def _embed(self, job: Job, asks: Sequence[EmbeddingInput | RerankInput], began: float) -> None:
-        """Compute all texts of a job, with short ones of other jobs, and post their vectors."""
-        found = self.llm.embed_inputs(asks, functools.partial(self._check, job))
-        queue_ms, now = (began - job.arrived) * 1e3, time.monotonic()
-        for embedding in found:
-            finished = Finished(
-                finish_reason="stop",
-                prompt_tokens=embedding.prompt_tokens,
-                cached_tokens=0,
-                completion_tokens=0,
-                rounds=(),
-                queue_ms=queue_ms,
-                first_token_ms=(now - job.arrived) * 1e3,
-                generation_ms=0.0,
-                embedding=embedding.vector,
-            )
-            self._metrics.finished(finished, now - job.arrived)
-            job.post(finished)
-
-    def _generate(self, job: Job, answers: list[RequestOutput], began: float) -> None:
-        """Generate the sequences of a job concurrently, and post their events."""
-        times = {answer: _StepTimes(at=at) for at, answer in enumerate(answers)}
-
-        def on_steps(answer: RequestOutput, steps: tuple[Step, ...]) -> None:
-            one = times[answer]
-            for step in steps:
-                self._record_step(job, one, answer)
-                job.notify(one.at, step)
-            if answer.is_complete:
-                self._count_tokens(one, answer)  # an end token has no step of its own
-                finished = _figures(answer, job, began, one.first or time.monotonic())
-                self._metrics.finished(finished, time.monotonic() - job.arrived)
-                job.notify(one.at, finished)
-
-        try:
-            self._driver.grow(answers, self.llm.batch_size, on_steps)
-        finally:
-            for answer, one in times.items():
-                self._count_tokens(one, answer)
-
-    def _count_tokens(self, one: _StepTimes, answer: RequestOutput) -> None:
-        self._metrics.generated.inc(len(answer.token_ids) - one.counted)
-        one.counted = len(answer.token_ids)
-
-    def _record_step(self, job: Job, one: _StepTimes, answer: RequestOutput) -> None:
-        self._count_tokens(one, answer)
-        now = time.monotonic()
-        if not one.first:
-            one.first = now
-            self._metrics.first_token(now - job.arrived, answer.prompt_token_count)
-        else:
-            self._metrics.next_tokens(now - one.latest)
-        one.latest = now
-
-
-@dataclass(slots=True, kw_only=True)
-class _StepTimes:
-    """Times of the first and the latest step of a sequence, and its counted tokens."""
-
-    at: int  # index among the sequences of its request
-    counted: int = 0  # tokens
-    first: float = 0.0  # 0: none yet
-    latest: float = 0.0
-
-
-def _no_check() -> None:
-    """Never raises."""
+        Args:
+            job: from the queue.
+            began: when it left the queue, of time.monotonic().
+        """
 
 
 def _stopped() -> ApiError:
@@ -322,20 +247,4 @@ def full(size: int, wait_s: int) -> ApiError:
         f"{size} requests are waiting already",
         code="queue_full",
         retry_after_s=min(max(wait_s, 1), 60),
-    )
-
-
-def _figures(answer: RequestOutput, job: Job, began: float, first: float) -> Finished:
-    assert answer.finish_reason is not None  # it is complete
-    return Finished(
-        finish_reason=answer.finish_reason,
-        prompt_tokens=answer.prompt_token_count,
-        cached_tokens=sum(answer.profile.reused_tokens),
-        completion_tokens=len(answer.token_ids),
-        rounds=tuple(counts for counts in answer.profile.rounds if counts.tree_size > 1),
-        queue_ms=(began - job.arrived) * 1e3,
-        first_token_ms=(first - job.arrived) * 1e3,
-        generation_ms=(time.monotonic() - first) * 1e3,
-        stop_string=answer.stop_string,
-        seed=answer.seed,
     )

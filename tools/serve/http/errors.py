@@ -10,8 +10,10 @@ from typing import Any, get_args
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.params import Form
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -243,6 +245,9 @@ def _has(value: Any, part: Any) -> bool:
 
 def _invalid(request: Request, error: RequestValidationError) -> ApiError:
     """The error of an invalid body, with the field's path."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    if body is not None and isinstance(body.field_info, Form):
+        return _invalid_form(error, body.field_info.annotation)
     if "json" not in request.headers.get("content-type", "json"):
         return ApiError(415, "the body must be JSON: send content-type: application/json")
     first = error.errors()[0]
@@ -251,8 +256,19 @@ def _invalid(request: Request, error: RequestValidationError) -> ApiError:
         return ApiError(
             400, f"the body is not valid JSON: {reason} at character {first['loc'][-1]}"
         )
-    body = getattr(request.scope.get("route"), "body_field", None)
     return fault_of(error.errors(), body and body.field_info.annotation, error.body)
+
+
+def _invalid_form(error: RequestValidationError, form: Any) -> ApiError:
+    """The error of an invalid form, whose lists have a field for each part."""
+    given = error.body if isinstance(error.body, FormData) else FormData()
+    found = fault_of(error.errors(), form, {key: given.getlist(key) for key in given})
+    if "file" not in given or isinstance(given["file"], str):
+        # Also of a body of another content type
+        return ApiError(
+            400, "file: send the audio file as a part of multipart/form-data", param="file"
+        )
+    return found
 
 
 def fault_of(errors: Sequence[Any], body: Any = None, given: Any = None) -> ApiError:

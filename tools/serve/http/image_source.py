@@ -12,7 +12,7 @@ from urllib.request import url2pathname
 import anyio.to_thread
 
 from edgellm.tools.serve.http.errors import ApiError
-from edgellm.tools.serve.settings import IMAGE_BODY_BYTES, ImageRules
+from edgellm.tools.serve.settings import MEDIA_BODY_BYTES, ImageRules
 
 _FETCH_TIMEOUT_S = 20
 
@@ -64,12 +64,12 @@ def _fetch(url: str, hosts: frozenset[str]) -> str:
     opener = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=_FETCH_TIMEOUT_S) as response:
-            content = response.read(IMAGE_BODY_BYTES + 1)
+            content = response.read(MEDIA_BODY_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or type(error).__name__
         raise _refusal(f"image_url: the picture cannot be fetched: {reason}") from None
-    if len(content) > IMAGE_BODY_BYTES:
-        raise _refusal(f"image_url: the picture has more than {IMAGE_BODY_BYTES} bytes")
+    if len(content) > MEDIA_BODY_BYTES:
+        raise _refusal(f"image_url: the picture has more than {MEDIA_BODY_BYTES} bytes")
     return "data:image/unknown;base64," + base64.b64encode(content).decode()
 
 

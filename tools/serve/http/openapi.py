@@ -106,7 +106,8 @@ def _content(path: str, method: str) -> dict[str, Any]:
     if path.endswith("/generate_stream"):
         return {"content": {"text/event-stream": _STREAM}}
     if path.startswith("/v1/") and method == "post":
-        return {"content": {"application/json": _OBJECT, "text/event-stream": _STREAM}}
+        text = {"text/plain": _TEXT} if path.startswith("/v1/audio/") else {}
+        return {"content": {"application/json": _OBJECT, "text/event-stream": _STREAM, **text}}
     if path in ("/api/chat", "/api/generate"):
         return {"content": {"application/json": _OBJECT, "application/x-ndjson": _STREAM}}
     if path.endswith("/infer"):

@@ -133,4 +133,5 @@ def configure(level: str, kind: str) -> None:
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(_TEXT))
     least = getattr(logging, level.upper())
     logging.basicConfig(handlers=[handler], level=max(least, logging.WARNING))
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of clients' bodies
     _OWN.setLevel(least)

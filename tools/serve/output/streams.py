@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import anyio
 import msgspec
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from edgellm.device_runtime.api.llm import Step
@@ -21,6 +21,7 @@ from edgellm.tools.serve.http.errors import as_api_error, streamed_body_for
 FIRST_S = 0.5  # for a faulty request to become an error status before a stream begins
 PING_S = 10.0  # between bytes of a stream: proxies cut idle connections
 _log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=dict[str, Any] | str, covariant=True)
 _encode = msgspec.json.Encoder().encode
 _HEADERS = [
     (b"cache-control", b"no-store"),
@@ -50,8 +51,8 @@ NAMED_EVENTS = Framing(  # the type is the event's name
 LINES = Framing(b"application/x-ndjson", lambda content: _encode(content) + b"\n")
 
 
-class Writer(Protocol):
-    """Converts the events of one request to a protocol's JSON."""
+class Writer(Protocol[_Body]):
+    """Converts the events of one request to a protocol's JSON, or to a text."""
 
     framing: Framing
     last: bytes  # end of a stream, after the last event
@@ -72,7 +73,7 @@ class Writer(Protocol):
         """Events after the last token of a sequence."""
         ...
 
-    def whole(self, figures: Finished) -> dict[str, Any]:
+    def whole(self, figures: Finished) -> _Body:
         """The whole body, after the last step of each sequence."""
         ...
 
@@ -86,7 +87,7 @@ class OneText:
 
 
 async def answer(
-    call: Call, writer: Writer, request: Request, headers: dict[str, str], *, streams: bool
+    call: Call, writer: Writer[Any], request: Request, headers: dict[str, str], *, streams: bool
 ) -> Response:
     """The response to a request with these headers; waits for the first events.
 
@@ -113,12 +114,14 @@ async def answer(
 
 
 async def _whole(
-    call: Call, writer: Writer, first: list[Event], headers: dict[str, str]
+    call: Call, writer: Writer[Any], first: list[Event], headers: dict[str, str]
 ) -> Response:
-    return JSONResponse(await collect(call, writer, first), headers=headers)
+    content = await collect(call, writer, first)
+    kind = PlainTextResponse if isinstance(content, str) else JSONResponse
+    return kind(content, headers=headers)
 
 
-async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> dict[str, Any]:
+async def collect(call: Call, writer: Writer[_Body], first: Sequence[Event] = ()) -> _Body:
     """Collect the whole body, then close the call.
 
     Args:
@@ -129,7 +132,7 @@ async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> di
     Raises:
         Exception: the request failed, or its client disconnected.
     """
-    content: dict[str, Any] = {}
+    content: _Body | None = None
     try:
         async for events in _all(call, first):
             for event in events:
@@ -143,6 +146,7 @@ async def collect(call: Call, writer: Writer, first: Sequence[Event] = ()) -> di
                     content = writer.whole(event)
     finally:
         call.close()
+    assert content is not None
     return content
 
 
@@ -156,7 +160,13 @@ class EventStream(Response):
     """A streamed output; it is aborted at the call's deadline if the client does not read it."""
 
     def __init__(
-        self, *, call: Call, writer: Writer, first: list[Event], path: str, headers: dict[str, str]
+        self,
+        *,
+        call: Call,
+        writer: Writer[Any],
+        first: list[Event],
+        path: str,
+        headers: dict[str, str],
     ) -> None:
         super().__init__()
         self._own = [(name.encode(), value.encode()) for name, value in headers.items()]

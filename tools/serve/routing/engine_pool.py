@@ -22,11 +22,14 @@ import anyio.to_thread
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.tools.serve import heap
+from edgellm.tools.serve.engines.llm_worker import LLMWorker
 from edgellm.tools.serve.engines.loading import Loading
 from edgellm.tools.serve.engines.metrics import Metrics, Registry
 from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Connection
+from edgellm.tools.serve.engines.speech_worker import SpeechWorker
 from edgellm.tools.serve.engines.worker import Worker, full, stopping
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.routing.handler import EngineHandler
@@ -55,7 +58,7 @@ class Place:
     @property
     def adapter_names(self) -> list[str]:
         """Names of LoRA adapters, which also name the engine."""
-        return sorted(self.adapters if self.worker is None else self.worker.llm.adapters)
+        return sorted(self.adapters if self.worker is None else self.worker.adapters)
 
     def keep(self, seconds: float | None) -> None:
         """Set `keep_s`; a running timer ends."""
@@ -103,12 +106,12 @@ class EnginePool:
         return [place.worker for place in self.places if place.worker is not None]
 
     # ------------------------------------------------------------------ beginning and end
-    def begin(self) -> LLM:
-        """Load the first engine; raises as `LLM`."""
+    def begin(self) -> LLM | Transcriber:
+        """Load the first engine; raises as `Loading.load`."""
         place = self.places[0]
         self._start_worker(place, self._loading.load(place.model))
         assert place.worker is not None
-        return place.worker.llm
+        return place.worker.engine
 
     def drain(self) -> None:
         """Accept no more requests; accepted ones finish."""
@@ -132,7 +135,7 @@ class EnginePool:
             if place.worker is not None:
                 worker, place.worker = place.worker, None
                 worker.join()
-                self._loading.unload(place.model, worker.llm)
+                self._loading.unload(place.model, worker.engine)
 
     @property
     def is_alive(self) -> bool:
@@ -263,28 +266,31 @@ class EnginePool:
         if self._is_draining:
             raise stopping()
         with anyio.CancelScope(shield=True):  # a cancelled load would leak its engine
-            llm = await anyio.to_thread.run_sync(self._load, place)
-            self._start_worker(place, llm)
+            engine = await anyio.to_thread.run_sync(self._load, place)
+            self._start_worker(place, engine)
 
-    def _load(self, place: Place) -> LLM:
+    def _load(self, place: Place) -> LLM | Transcriber:
         """Load an engine and its former adapters; log adapters that fail."""
-        llm = self._loading.load(place.model)
-        for name, folder in place.adapters.items():
-            _load_again(llm, name, folder)
-        return llm
+        engine = self._loading.load(place.model)
+        if not isinstance(engine, Transcriber):
+            for name, folder in place.adapters.items():
+                _load_again(engine, name, folder)
+        return engine
 
-    def _start_worker(self, place: Place, llm: LLM) -> None:
-        settings = self.settings
-        worker = Worker(
-            llm=llm,
-            metrics=place.metrics,
-            queue_size=settings.queue_size,
-            request_timeout_s=settings.request_timeout_s,
-        )
+    def _start_worker(self, place: Place, engine: LLM | Transcriber) -> None:
+        worker = self._worker(place.metrics, engine)
         worker.start()
         place.worker, place.adapters = worker, {}
         if self._is_draining:  # it came too late for `drain`
             worker.drain()
+
+    def _worker(self, metrics: Metrics, engine: LLM | Transcriber) -> Worker:
+        size, timeout_s = self.settings.queue_size, self.settings.request_timeout_s
+        if isinstance(engine, Transcriber):
+            return SpeechWorker(
+                transcriber=engine, metrics=metrics, queue_size=size, request_timeout_s=timeout_s
+            )
+        return LLMWorker(llm=engine, metrics=metrics, queue_size=size, request_timeout_s=timeout_s)
 
     async def _make_room(self, model: Model) -> None:
         while self._held_bytes() + model.num_bytes > self.settings.memory_bytes:
@@ -304,7 +310,7 @@ class EnginePool:
                 await place.unused.wait()
             worker, place.worker = place.worker, None
             assert worker is not None
-            place.adapters = worker.llm.adapters
+            place.adapters = worker.adapters
             place.metrics.unwatch()
             place.keep(None)
             with anyio.CancelScope(shield=True):
@@ -316,7 +322,7 @@ class EnginePool:
         worker.end()
         worker.join()
         try:
-            self._loading.unload(model, worker.llm)
+            self._loading.unload(model, worker.engine)
         except EdgeLLMError as error:  # the request that needs the memory continues
             _log.warning("%s: %s", model.name, error)
         heap.return_memory()

@@ -11,10 +11,13 @@ from starlette.responses import Response
 
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.tools.serve.engines.ask import Ask, EngineRequest
+from edgellm.tools.serve.engines.llm_worker import LLMWorker
 from edgellm.tools.serve.engines.models import Model
 from edgellm.tools.serve.engines.request_stream import Call, Connection
+from edgellm.tools.serve.engines.speech_worker import SpeechWorker
 from edgellm.tools.serve.engines.worker import Worker
 from edgellm.tools.serve.http.cors import IGNORED, SEED
+from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import Writer, answer
 from edgellm.tools.serve.schemas.history import ignored_fields
 from edgellm.tools.serve.schemas.openai import Sampled
@@ -35,8 +38,28 @@ class EngineHandler:
 
     @property
     def llm(self) -> LLM:
-        """The engine."""
-        return self.worker.llm
+        """The engine.
+
+        Raises:
+            ApiError: 400 if it is of a speech model.
+        """
+        if isinstance(self.worker, LLMWorker):
+            return self.worker.llm
+        raise ApiError(
+            400,
+            f"{self.name} is a speech model: send it audio, to /v1/audio/transcriptions",
+            param="model",
+        )
+
+    def require_speech(self) -> None:
+        """Raise `ApiError` 400 unless the engine is of a speech model."""
+        if not isinstance(self.worker, SpeechWorker):
+            raise ApiError(
+                400,
+                f"{self.name} is a language model, which does not transcribe audio: name a speech "
+                "model, such as Whisper",
+                param="model",
+            )
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.routing.engine_pool import EnginePool
 from edgellm.tools.serve.schemas.response_format import Body
@@ -34,7 +35,7 @@ class LoadRequest(UnloadRequest):
     model: str | None = None  # the adapter's engine; default: the first
 
 
-def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
+def load_given(llm: LLM | Transcriber, given: Sequence[str], models: Sequence[str]) -> None:
     """Load the adapters of `--loraModule NAME=FOLDER`.
 
     Args:
@@ -46,6 +47,11 @@ def load_given(llm: LLM, given: Sequence[str], models: Collection[str]) -> None:
         EdgeLLMError: the form is invalid, a name is taken, or as `LLM.load_adapter`.
     """
     for text in given:
+        if isinstance(llm, Transcriber):
+            raise EdgeLLMError(
+                f"--loraModule {text}: {models[0]} is a speech model, which takes no adapters",
+                hint="leave the flag out",
+            )
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
             raise EdgeLLMError(f"--loraModule {text}", hint="give NAME=FOLDER")

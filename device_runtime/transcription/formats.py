@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from edgellm.device_runtime.transcription.transcriber import Segment, Transcription
+from edgellm.device_runtime.transcription.transcriber import Segment, Transcript, Transcription
 from edgellm.device_runtime.transcription.word_times import Word
 
-Write = Callable[[Transcription], Iterator[str]]
+Write = Callable[[Transcription | Transcript], Iterator[str]]
 
 
-def timed_lines(found: Transcription) -> Iterator[str]:
+def timed_lines(found: Transcription | Transcript) -> Iterator[str]:
     """A line for each segment, or for each word that has times."""
     for each in _cues(found):
         begin, end = _clock(each.start_s, "."), _clock(each.end_s, ".")
         yield f"[{begin} --> {end}] {each.text.strip()}\n"
 
 
-def plain_text(found: Transcription) -> Iterator[str]:
+def lines(found: Transcription | Transcript) -> Iterator[str]:
+    """A line for each segment, without its times."""
+    for each in _spoken(found):
+        yield f"{each.text.strip()}\n"
+
+
+def plain_text(found: Transcription | Transcript) -> Iterator[str]:
     """The text alone."""
     is_first = True
     for each in found:
@@ -27,14 +34,14 @@ def plain_text(found: Transcription) -> Iterator[str]:
     yield "\n"
 
 
-def srt(found: Transcription) -> Iterator[str]:
+def srt(found: Transcription | Transcript) -> Iterator[str]:
     """SubRip: numbered cues."""
     for number, each in enumerate(_cues(found), 1):
         begin, end = _clock(each.start_s, ","), _clock(each.end_s, ",")
         yield f"{number}\n{begin} --> {end}\n{each.text.strip()}\n\n"
 
 
-def vtt(found: Transcription) -> Iterator[str]:
+def vtt(found: Transcription | Transcript) -> Iterator[str]:
     """WebVTT, https://www.w3.org/TR/webvtt1/; times of words are in the cue of their segment."""
     yield "WEBVTT\n\n"
     for each in _spoken(found):
@@ -54,9 +61,13 @@ def _karaoke(segment: Segment) -> str:
     return "".join(parts)
 
 
-def as_json(found: Transcription) -> Iterator[str]:
-    """One object with the fields of OpenAI's `verbose_json`."""
-    segments = list(found)
+def as_json(found: Transcription | Transcript) -> Iterator[str]:
+    """One object, see `facts`."""
+    yield json.dumps(facts(found.whole()), ensure_ascii=False, indent=2) + "\n"
+
+
+def facts(found: Transcript) -> dict[str, Any]:
+    """The fields of OpenAI's `verbose_json`."""
     shown = [
         {
             "id": index,
@@ -70,38 +81,33 @@ def as_json(found: Transcription) -> Iterator[str]:
             "compression_ratio": each.compression_ratio,
             "no_speech_prob": each.no_speech_prob,
         }
-        for index, each in enumerate(segments)
+        for index, each in enumerate(found.segments)
     ]
-    content = {
+    words = [
+        {"word": word.text.strip(), "start": round(word.start_s, 2), "end": round(word.end_s, 2)}
+        for each in found.segments
+        for word in each.words
+    ]
+    return {
         "task": found.task,
         "language": found.language,
         "duration": round(found.duration_s, 3),
-        "text": found.text(segments).strip(),
+        "text": found.text,
         "segments": shown,
+        **({"words": words} if words else {}),
     }
-    if any(each.words for each in segments):
-        content["words"] = [
-            {
-                "word": word.text.strip(),
-                "start": round(word.start_s, 2),
-                "end": round(word.end_s, 2),
-            }
-            for each in segments
-            for word in each.words
-        ]
-    yield json.dumps(content, ensure_ascii=False, indent=2) + "\n"
 
 
 FORMATS: dict[str, Write] = {"txt": plain_text, "srt": srt, "vtt": vtt, "json": as_json}
 
 
-def _cues(found: Transcription) -> Iterator[Segment | Word]:
+def _cues(found: Transcription | Transcript) -> Iterator[Segment | Word]:
     """Words that have times, else segments with text."""
     for each in _spoken(found):
         yield from each.words or (each,)
 
 
-def _spoken(found: Transcription) -> Iterator[Segment]:
+def _spoken(found: Transcription | Transcript) -> Iterator[Segment]:
     """Segments with text."""
     return (each for each in found if each.text.strip())
 
