@@ -52,6 +52,7 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     asked_sizes,
     fill,
 )
+from edgellm.device_runtime.runners.tensorrt.state_memory import DeviceStates
 
 _ON_DEVICE = (graph_io.LOGITS, *FEATURES)  # outputs, until they are fetched
 _COMMITTED = 24  # approximate maximum of a draft's tokens that a round commits
@@ -97,6 +98,12 @@ class TensorRtRunner(Runner):
             self._rows_memory, self._capacity = memory, memory.capacity
             self.kv_pool = SlotPool(memory, num_sequences, capacity)
             self._images = DeviceImages(device, engine, spec.vocab_size)
+        self._recurrent: DeviceStates | None = None
+        if spec is not None and spec.recurrent is not None:
+            rows = max(max_rows, tree_rows)
+            self._recurrent = self.states = DeviceStates(
+                device=device, spec=spec.recurrent, rows=rows, engine=engine
+            )
         self._adapters: DeviceAdapters | None = None
         if adapters:
             self._adapters = DeviceAdapters(
@@ -111,7 +118,8 @@ class TensorRtRunner(Runner):
         self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
-        memory = self._rows_memory
+        memory, states = self._rows_memory, self._recurrent
+        fixed |= states.addresses if states is not None else {}
         self._passes = PassRunner(
             engine=engine,
             device=device,
@@ -207,6 +215,8 @@ class TensorRtRunner(Runner):
         self._is_asked = False
         if self._rows_memory is not None:
             self._rows_memory.on_synchronized()
+        if self._recurrent is not None:
+            self._recurrent.on_synchronized()
 
     def prepare(self) -> None:
         """Create contexts, and record the pass of plain decoding."""
@@ -228,6 +238,8 @@ class TensorRtRunner(Runner):
         """See `Runner`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
+        if self._recurrent is not None or draft._recurrent is not None:
+            return None  # the host commits accepted tokens to their states
         if len({graph_io.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
             return None
         return open_rounds(self, draft, growth, self._device)
