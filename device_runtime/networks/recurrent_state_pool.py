@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +63,7 @@ class HostStates:
         for array, state in zip(place.arrays.values(), states, strict=True):
             array[...] = state
 
-    def enter(self, memories: Sequence[StateMemory]) -> list[tuple[Arrays, int]]:
+    def enter(self, memories: Sequence[StateMemory]) -> list[tuple[Mapping[str, NDArray], int]]:
         """See `StateStore`."""
         if self._pool is None:
             return [(memory.place.arrays, 0) for memory in memories]

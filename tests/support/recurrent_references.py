@@ -67,9 +67,24 @@ def advance_window(path, outcome, table, entries, width, size, *, constants):
 
 
 def delta_rows(
-    q, k, v, g, b, tree, table, entry, rows, columns, key_heads, heads, key_dim, value_dim, y,
-    *, constants
-):  # fmt: skip
+    q,
+    k,
+    v,
+    g,
+    b,
+    tree,
+    table,
+    entry,
+    rows,
+    columns,
+    key_heads,
+    heads,
+    key_dim,
+    value_dim,
+    y,
+    *,
+    constants,
+):
     assert key_dim <= constants["D"]
     assert constants["grid"][1] * constants["VALUES"] >= value_dim
     found = _Stored(table, entry, constants)

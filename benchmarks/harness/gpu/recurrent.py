@@ -19,7 +19,7 @@ _MAGIC = 0x656467656C6C6D  # as in the kernels
 _REPEATS = 10
 _TOLERANCE = 5e-3  # of the largest number: keys, queries and states are rounded to float16
 _SIZE = 4  # of a convolution
-_ROWS = 1, 8, 60, 256  # of a pass; more than eight are a chain, as a prompt
+_ROWS = 1, 8, 60, 256  # of a pass; more than eight are a chain, as a prompt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,9 @@ def check_recurrent(device: Device, sizes: Sizes | None = None) -> dict[str, flo
     state = 4 * sizes.heads * sizes.key_dim * sizes.value_dim
     found["delta_rows_1_gb_per_s"] = state / found["delta_rows_1_us"] / 1e3
     return found
+
+
+_Call = tuple[Variant, tuple[int, int, int], list[str | int]]  # arguments by name, or numbers
 
 
 class _Layer:
@@ -122,45 +125,33 @@ class _Layer:
 
     def run(self) -> dict[str, float]:
         """Check the kernels against their references; return the seconds of each."""
-        sizes, rows = self._sizes, self._rows
-        heads = sizes.key_heads, sizes.heads, sizes.key_dim, sizes.value_dim
-        tile = catalog.state_tile(sizes.key_dim, sizes.value_dim)
-        channels = -(-sizes.width // catalog.CHANNELS)
-        values = -(-sizes.value_dim // catalog.VALUES)
-        inputs = ["q", "k", "v", "g", "b", "tree", "table"]
-        committed = ["path", "outcome", "table"]
-        # States are written last, in place: only the first launch counts.
-        calls: list[tuple[Variant, tuple[int, int, int], list[str | int]]] = [
-            (
-                catalog.CONVOLVE_ROWS,
-                (rows, channels, 1),
-                ["x", "taps", "parents", "table", 0, sizes.width, _SIZE, "convolved"],
-            ),
-            (
-                catalog.delta_rows(tile, takes=self._takes),
-                (sizes.heads, values, 1),
-                [*inputs, 1, rows, rows, *heads, "y"],
-            ),
-            (
-                catalog.ADVANCE_WINDOW,
-                (channels, 1, 1),
-                [*committed, "windows", sizes.width, _SIZE],
-            ),
-            (
-                catalog.advance_state(tile),
-                (sizes.heads, values, 1),
-                [*committed, "matrices", *heads],
-            ),
-        ]
         expected = {name: each.copy() for name, each in self._packed.arrays.items()}
         self._block.upload(self._packed)
-        for variant, grid, arguments in calls:
+        for variant, grid, arguments in self._calls():
             self._device.launch(variant, grid, self._placed(arguments))
             self._compute(variant, grid, arguments, expected)
         self._block.download(self._packed)
         self._device.synchronize()
         self._compare(expected)
-        return {each[0].kernel.name: self._timed(*each) for each in calls}
+        return {each[0].kernel.name: self._timed(*each) for each in self._calls()}
+
+    def _calls(self) -> list[_Call]:
+        """Launches of a pass, then of a commit, which writes the states in place."""
+        sizes, rows = self._sizes, self._rows
+        heads = sizes.key_heads, sizes.heads, sizes.key_dim, sizes.value_dim
+        tile = catalog.state_tile(sizes.key_dim, sizes.value_dim)
+        channels = -(-sizes.width // catalog.CHANNELS)
+        values = sizes.heads, -(-sizes.value_dim // catalog.VALUES), 1
+        width = sizes.width, _SIZE
+        convolved = ["x", "taps", "parents", "table", 0, *width, "convolved"]
+        inputs = ["q", "k", "v", "g", "b", "tree", "table", 1, rows, rows]
+        committed = ["path", "outcome", "table"]
+        return [
+            (catalog.CONVOLVE_ROWS, (rows, channels, 1), convolved),
+            (catalog.delta_rows(tile, takes=self._takes), values, [*inputs, *heads, "y"]),
+            (catalog.ADVANCE_WINDOW, (channels, 1, 1), [*committed, "windows", *width]),
+            (catalog.advance_state(tile), values, [*committed, "matrices", *heads]),
+        ]
 
     def _compare(self, expected: Mapping[str, np.ndarray]) -> None:
         for name in ("convolved", "y", "window", "matrix", "keys", "deltas", "decays"):

@@ -67,11 +67,15 @@ def convolve_rows(
 @triton.jit
 def advance_window(
     # inputs
-    path: "*i32", outcome: "*i32", table: "*i64", entries: "*i32",
+    path: "*i32",
+    outcome: "*i32",
+    table: "*i64",
+    entries: "*i32",
     # shape
-    width, size,
+    width,
+    size,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Move windows on by the rows path[i], for i below outcome[0].
 
     Grid [cdiv(width, BLOCK), entries]. entries are those of the table, of one width and size. A
@@ -116,7 +120,7 @@ def delta_rows(
     capacity = bound_capacity(table)
     if num_rows <= capacity:
         n, c = tl.arange(0, D), part * VALUES + tl.arange(0, VALUES)
-        is_key, is_value = n < key_dim, c < value_dim
+        is_key, is_value = (n < key_dim)[None, :], (c < value_dim)[None, :]
         keys, deltas, decays = _stored(table, entry)
         sums = decays + capacity * heads
         sharing = heads // key_heads
@@ -133,10 +137,8 @@ def delta_rows(
             tl.store(decays + i * heads + head, own, mask=inside)
             tl.store(sums + i * heads + head, summed, mask=inside)
             x = _load(v, i, of_values, c, num_rows)
-            at = _places(i, of_keys, n)
-            here = inside[:, None] & is_key[None, :]
-            key = tl.load(k + at, mask=here, other=0.0).to(tl.float16)
-            tl.store(keys + at, key, mask=here & is_first)
+            key = _load(k, i, of_keys, n, num_rows).to(tl.float16)
+            tl.store(keys + _places(i, of_keys, n), key, mask=inside[:, None] & is_key & is_first)
             if TAKES:
                 rate = tl.load(b + i * heads + head, mask=inside, other=0.0)[:, None]
                 x = (x - tl.dot(key, tl.trans(state)) * tl.exp(summed)[:, None]) * rate
@@ -148,7 +150,7 @@ def delta_rows(
                     x -= given * rate
                 alike = tl.dot(key, tl.trans(key)) * _decayed(mask, i, i, summed, summed) * rate
                 x = _solved(alike, x, num_rows - first, ROWS)
-            tl.store(deltas + _places(i, of_values, c), x, mask=inside[:, None] & is_value[None, :])
+            tl.store(deltas + _places(i, of_values, c), x, mask=inside[:, None] & is_value)
             tl.debug_barrier()  # other threads read them
             query = _load(q, i, of_keys, n, num_rows).to(tl.float16)
             out = tl.dot(query, tl.trans(state)) * tl.exp(summed)[:, None]
@@ -157,7 +159,7 @@ def delta_rows(
                 between = _between(mask, i, j, summed, sums, of_values)
                 earlier = _load(k, j, of_keys, n, num_rows).to(tl.float16)
                 out += _given(query, earlier, between, _load(deltas, j, of_values, c, num_rows))
-            tl.store(y + _places(i, of_values, c), out, mask=inside[:, None] & is_value[None, :])
+            tl.store(y + _places(i, of_values, c), out, mask=inside[:, None] & is_value)
 
 
 @triton.jit

@@ -52,7 +52,7 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     asked_sizes,
     fill,
 )
-from edgellm.device_runtime.runners.tensorrt.state_memory import DeviceStates
+from edgellm.device_runtime.runners.tensorrt.state_memory import DeviceStates, open_states
 
 _ON_DEVICE = (graph_io.LOGITS, *FEATURES)  # outputs, until they are fetched
 _COMMITTED = 24  # approximate maximum of a draft's tokens that a round commits
@@ -89,8 +89,7 @@ class TensorRtRunner(Runner):
             adapters: adapter slots; 0: the engine has no LoRA.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
-        self.num_sequences = num_sequences
-        self._shapes = Shapes(engine)
+        self.num_sequences, self._shapes = num_sequences, Shapes(engine)
         self._rows_memory: DeviceCaches | None = None
         self._images: DeviceImages | None = None
         if spec is not None:
@@ -98,12 +97,7 @@ class TensorRtRunner(Runner):
             self._rows_memory, self._capacity = memory, memory.capacity
             self.kv_pool = SlotPool(memory, num_sequences, capacity)
             self._images = DeviceImages(device, engine, spec.vocab_size)
-        self._recurrent: DeviceStates | None = None
-        if spec is not None and spec.recurrent is not None:
-            rows = max(max_rows, tree_rows)
-            self._recurrent = self.states = DeviceStates(
-                device=device, spec=spec.recurrent, rows=rows, engine=engine
-            )
+        self._recurrent = self.states = open_states(engine, device, spec, max(max_rows, tree_rows))
         self._adapters: DeviceAdapters | None = None
         if adapters:
             self._adapters = DeviceAdapters(
@@ -118,12 +112,11 @@ class TensorRtRunner(Runner):
         self._memory = RowMemory(device)
         self._staging: dict[str, NDArray[np.uint8]] = {}
         fixed = {name: buffer.address for name, buffer in self._kept.items()}
-        memory, states = self._rows_memory, self._recurrent
-        fixed |= states.addresses if states is not None else {}
+        memory = self._rows_memory
         self._passes = PassRunner(
             engine=engine,
             device=device,
-            fixed={**(memory.addresses if memory is not None else {}), **fixed},
+            fixed={**_addresses(memory, self._recurrent), **fixed},
             arguments_bytes=packed_bytes(self._arguments(maximum, has_adapters=True)),
             picks_bytes=packed_bytes(self._picks(maximum)),
             after=memory.append if memory is not None else _nothing,
@@ -404,6 +397,14 @@ class TensorRtRunner(Runner):
         self._device.synchronize()
         found = host.view(dtype).reshape(self._shapes.of(name, sizes))
         return found.astype(np.float32) if dtype.kind == "f" else found.copy()
+
+
+def _addresses(*memories: DeviceCaches | DeviceStates | None) -> dict[str, int]:
+    """Addresses of tensors of these memories."""
+    found: dict[str, int] = {}
+    for memory in memories:
+        found |= memory.addresses if memory is not None else {}
+    return found
 
 
 def _nothing(*_: int) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgellm.core import graph_io
 from edgellm.core.errors import BrokenArtifactError
-from edgellm.core.model_spec import RecurrentSpec
+from edgellm.core.model_spec import DecoderSpec, RecurrentSpec
 from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.kernels.triton.catalog import (
     ADVANCE_WINDOW,
@@ -57,7 +57,7 @@ def chunk_rows(spec: RecurrentSpec, max_rows: int) -> int:
     return min(max_rows, _CHUNK_ROWS) if has_matrices else max_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
     """States of one kind and shape, which one launch advances.
 
@@ -92,7 +92,10 @@ class StateLayout:
             states.append({name: state})
             stored.append({f"{name}.{at}": part for at, part in enumerate(parts)})
             groups.setdefault(group, []).append(entry)
-        found = tuple(_Group(*group, tuple(entries)) for group, entries in groups.items())
+        found = tuple(
+            _Group(kernel=kernel, grid=grid, sizes=sizes, entries=tuple(entries))
+            for (kernel, grid, sizes), entries in groups.items()
+        )
         return cls(rows=rows, states=tuple(states), stored=tuple(stored), groups=found)
 
     @property
@@ -288,10 +291,9 @@ class DeviceStates:
         del outputs  # the pass has stored what is needed
         path, outcome = self._path(memory.accepted[:count])
         for at, group in enumerate(self._layout.groups):
-            entries = self._constants[str(at)]
-            grid = (*group.grid, len(group.entries), 1)[:3]
-            given = path, outcome, memory.place.table, entries, *group.sizes
-            self._device.launch(group.kernel, grid, given)
+            x, y, z, *_ = *group.grid, len(group.entries), 1
+            given = path, outcome, memory.place.table, self._constants[str(at)], *group.sizes
+            self._device.launch(group.kernel, (x, y, z), given)
 
     def _path(self, rows: I64) -> tuple[int, int]:
         """Addresses of accepted rows and of their number."""
@@ -317,3 +319,12 @@ class DeviceStates:
 def _path(count: int) -> Layout:
     """Accepted rows, as kernels take them."""
     return {"path": ((count,), np.int32), "outcome": ((1,), np.int32)}
+
+
+def open_states(
+    engine: CompiledEngine, device: Device, spec: DecoderSpec | None, rows: int
+) -> DeviceStates | None:
+    """The states of a network, if it has any; see `DeviceStates`, which raises."""
+    if spec is None or spec.recurrent is None:
+        return None
+    return DeviceStates(device=device, spec=spec.recurrent, rows=rows, engine=engine)

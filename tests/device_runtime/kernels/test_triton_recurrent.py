@@ -72,17 +72,30 @@ class Convolution:
         constants = catalog.CONVOLVE_ROWS.constants
         sizes = ENTRY, self.width, self.size
         launch(
-            recurrent.convolve_rows, grid, self.x, self.taps, self.parents, self.table, *sizes, y,
+            recurrent.convolve_rows,
+            grid,
+            self.x,
+            self.taps,
+            self.parents,
+            self.table,
+            *sizes,
+            y,
             **constants,
-        )  # fmt: skip
+        )
         return y
 
     def advance(self, launch: Callable[..., None], path: list[int]) -> None:
         grid, entries = (-(-self.width // catalog.CHANNELS), 1), np.array([ENTRY], np.int32)
         launch(
-            recurrent.advance_window, grid, *accepted(path), self.table, entries, self.width,
-            self.size, **catalog.ADVANCE_WINDOW.constants,
-        )  # fmt: skip
+            recurrent.advance_window,
+            grid,
+            *accepted(path),
+            self.table,
+            entries,
+            self.width,
+            self.size,
+            **catalog.ADVANCE_WINDOW.constants,
+        )
 
     def inputs_of(self, path: list[int]) -> np.ndarray:
         """The window with rows after it, float64."""
@@ -160,19 +173,32 @@ class Delta:
         _, heads, _, value_dim = self.sizes
         sizes = ENTRY, len(self.v), self.tree.shape[1], *self.sizes
         launch(
-            recurrent.delta_rows, (heads, -(-value_dim // catalog.VALUES)), self.q, self.k, self.v,
-            self.g, self.b if self.takes else self.g, self.tree, self.table, *sizes, y,
+            recurrent.delta_rows,
+            (heads, -(-value_dim // catalog.VALUES)),
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.b if self.takes else self.g,
+            self.tree,
+            self.table,
+            *sizes,
+            y,
             **catalog.delta_rows(self.tile, takes=self.takes).constants,
-        )  # fmt: skip
+        )
         return y
 
     def advance(self, launch: Callable[..., None], path: list[int]) -> None:
         _, heads, _, value_dim = self.sizes
         launch(
-            recurrent.advance_state, (heads, -(-value_dim // catalog.VALUES), 1), *accepted(path),
-            self.table, np.array([ENTRY], np.int32), *self.sizes,
+            recurrent.advance_state,
+            (heads, -(-value_dim // catalog.VALUES), 1),
+            *accepted(path),
+            self.table,
+            np.array([ENTRY], np.int32),
+            *self.sizes,
             **catalog.advance_state(self.tile).constants,
-        )  # fmt: skip
+        )
 
     def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:
         """Outputs, and the state after each row, by the rule's definition in float64."""
@@ -239,9 +265,14 @@ def test_the_delta_rule_equals_transformers():
         one.state[:] = part.state
     heads = lambda x: torch.from_numpy(np.repeat(x, 2 // x.shape[1], 1))[None]  # noqa: E731
     expected, state = modeling.torch_recurrent_gated_delta_rule(
-        heads(one.q) * 32**0.5, heads(one.k), heads(one.v), heads(one.g), heads(one.b),
-        torch.from_numpy(start)[None], output_final_state=True,
-    )  # fmt: skip
+        heads(one.q) * 32**0.5,
+        heads(one.k),
+        heads(one.v),
+        heads(one.g),
+        heads(one.b),
+        torch.from_numpy(start)[None],
+        output_final_state=True,
+    )
     assert_close(np.concatenate(found), expected[0].numpy(), 3e-3)
     assert_close(one.state, state[0].numpy(), 3e-3)
 

@@ -239,7 +239,7 @@ def test_a_token_costs_two_launches_and_no_wait(hybrid, on_gpu, monkeypatch):
     ask(model, words(20, 21, 22), 8)
     kinds = len({name.split(".")[2] for name in hybrid.manifest.decoder.recurrent.states})
     assert costs[2:] == [(1, kinds, 1, 0)] * len(costs[2:])
-    assert len(costs) > 5
+    assert len(costs) > 3
 
 
 @pytest.mark.nightly
