@@ -135,11 +135,14 @@ def _runtime(*, dry: bool) -> None:
     """Run the stage's process; its exit status is part of the proof."""
     from harness.gpu.attention import Sizes, check_attention
     from harness.gpu.kernels import check_kernels
+    from harness.gpu.recurrent import Sizes as RecurrentSizes
+    from harness.gpu.recurrent import check_recurrent
 
     device, sm = open_gpu(fake=dry)
     found = check_runtime(device, (256, 64) if dry else _MATRIX)
     found |= check_kernels(device, 9000) if dry else check_kernels(device)
     found |= check_attention(device, sm, Sizes.small() if dry else Sizes())
+    found |= check_recurrent(device, RecurrentSizes.small() if dry else RecurrentSizes())
     print(json.dumps(found))
 
 

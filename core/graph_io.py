@@ -91,6 +91,9 @@ def page_table_name(window: int) -> str:
 # int64 [S]; the parent of each new token, ascending; -1 - n: it follows state n. An engine with
 # batches has several states.
 PARENT_ROWS = "parent_rows"
+# TensorRT engines have no states among their inputs, but their addresses: int64 [2 + 4 * states],
+# see `device_runtime/kernels/triton/recurrent.py`.
+STATE_TABLE = "state_table"
 COMMIT_ROWS = "commit_rows"  # int64 [M]; the accepted tokens of a pass, each the parent of the next
 STATE, STATE_ROWS, NEXT_STATE = STATES = "state.", "state_rows.", "next_state."  # prefixes
 

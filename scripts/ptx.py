@@ -1,7 +1,8 @@
 """Compile edgellm's Triton kernels to PTX, without a GPU.
 
 python -m edgellm.scripts.ptx [--sm 110]... writes device_runtime/kernels/triton/ptx. It needs
-Triton (pip install '.[kernels]'), whose wheels include the assembler that checks the PTX.
+Triton (pip install '.[kernels]'), whose wheels include the assembler that checks the PTX. Kernels
+whose sources and options have not changed are taken from the archive that is there.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from edgellm.core.commands.extras import install
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
-    HEAD_DIM,
     LARGEST_SHARED_BYTES,
+    STEPS,
     TARGETS,
     Variant,
     variants,
 )
 
 _PACKAGE = "edgellm.device_runtime.kernels.triton"
-_ALIGNED = [["tt.divisibility", 16]]  # alignment of pointers and of the head size
+_POINTER_BYTES = 16  # alignment
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
 
 
@@ -70,10 +71,9 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
     if names != [*kernel.signature, *variant.constants]:
         raise EdgeLLMError(f"the catalog lists other constants of {kernel.name} than {names}")
     kinds = {**kernel.signature, **dict.fromkeys(variant.constants, "constexpr")}
-    aligned = [
-        name for name, kind in kernel.signature.items() if kind[0] == "*" or name == HEAD_DIM
-    ]
-    attributes = {(names.index(name),): _ALIGNED for name in aligned}
+    steps = {name: _POINTER_BYTES for name, kind in kernel.signature.items() if kind[0] == "*"}
+    steps |= {name: step for name, step in STEPS.items() if name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", step]] for name, step in steps.items()}
     constants = {(names.index(key),): value for key, value in variant.constants.items()}
     source = compiler.ASTSource(
         fn=function, signature=kinds, constexprs=constants, attrs=attributes
@@ -83,6 +83,7 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
         "num_stages": variant.stages,
         "ptx_version": TARGETS[sm],
         "enable_fp_fusion": kernel.fuses,
+        "maxnreg": variant.max_registers or None,
     }
     made = triton.compile(source, target=backend.GPUTarget("cuda", sm, 32), options=options)
     text = _strip_hidden(made.asm["ptx"], len(kernel.signature))
@@ -162,11 +163,21 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
         found.append("a path is in the text")
     for unit in ("wgmma", "tcgen05"):  # these matrix units need other memory than mma.sync
         found += [f"{unit} in the text"] * (unit in ptx.text)
+    if variant.kernel.name in ("delta_rows", "advance_state"):
+        wide, wanted = 16 * ptx.text.count("ld.global.v4.b32"), _state_bytes(variant)
+        if wide < wanted:
+            found.append(f"a thread reads {wide} bytes 16 at a time, not {wanted}")
     if variant.kernel.name == "attend":
         wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
         if wide < wanted:
             found.append(f"a thread copies {wide} bytes 16 at a time, not {wanted}")
     return found
+
+
+def _state_bytes(variant: Variant) -> int:
+    """Return the bytes of a recurrent state that a thread reads."""
+    constants = variant.constants
+    return 4 * int(constants["D"]) * int(constants["VALUES"]) // (32 * variant.warps)
 
 
 def _wide_bytes(variant: Variant) -> int:
@@ -189,29 +200,47 @@ def write_target(sm: int, archive: Path) -> None:
         OSError: the archive cannot be written.
     """
     triton, _, _ = _load_triton()
-    entries, targets = {}, set()
+    entries, made = {}, _unchanged(sm, triton.__version__)
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as pack:
         for variant in variants(sm):
-            ptx = compile_variant(variant, sm)
-            assembled = assemble(ptx)
-            if found := faults(variant, ptx, assembled):
-                raise EdgeLLMError(f"{variant.name} for sm_{sm}: {'; '.join(found)}")
-            data = ptx.text.encode("ascii")
+            entry, data = made.get(variant.name) or _compiled(variant, sm)
             _pack(pack, f"{variant.name}.ptx", data)
-            targets.add(ptx.target)
-            entries[variant.name] = _entry(variant, ptx, assembled, data)
-            print(
-                f"sm_{sm} {variant.name}: {assembled.registers} registers, "
-                f"{ptx.shared_bytes} bytes shared",
-                flush=True,
-            )
+            entries[variant.name] = entry
         manifest = {
-            "source_sha256": prebuilt.source_hash(),
             "triton": triton.__version__,
-            "is_portable": targets == {f"sm_{sm}"},
+            "is_portable": {entry["target"] for entry in entries.values()} == {f"sm_{sm}"},
             "kernels": entries,
         }
         _pack(pack, prebuilt.MANIFEST, json.dumps(manifest, indent=1).encode("ascii"))
+
+
+def _unchanged(sm: int, version: str) -> dict[str, tuple[Mapping[str, Any], bytes]]:
+    """Kernels of the archive that is there that would be compiled to the same; by name."""
+    path = prebuilt.archive_path(sm)
+    if not path.exists():
+        return {}
+    manifest, found = prebuilt.read_manifest(sm), {}
+    with zipfile.ZipFile(path) as archive:
+        for variant in variants(sm):
+            entry = manifest["kernels"].get(variant.name)
+            recipe = prebuilt.recipe_hash(variant, sm)
+            if entry and manifest["triton"] == version and entry["recipe_sha256"] == recipe:
+                found[variant.name] = entry, archive.read(f"{variant.name}.ptx")
+    return found
+
+
+def _compiled(variant: Variant, sm: int) -> tuple[Mapping[str, Any], bytes]:
+    """A kernel's entry and PTX; raises `EdgeLLMError` if it fails a check."""
+    ptx = compile_variant(variant, sm)
+    assembled = assemble(ptx)
+    if found := faults(variant, ptx, assembled):
+        raise EdgeLLMError(f"{variant.name} for sm_{sm}: {'; '.join(found)}")
+    print(
+        f"sm_{sm} {variant.name}: {assembled.registers} registers, {ptx.shared_bytes} bytes shared",
+        flush=True,
+    )
+    data = ptx.text.encode("ascii")
+    return _entry(variant, ptx, assembled, data, prebuilt.recipe_hash(variant, sm)), data
 
 
 def _pack(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -219,7 +248,9 @@ def _pack(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED, 9)
 
 
-def _entry(variant: Variant, ptx: Ptx, assembled: Assembled, data: bytes) -> Mapping[str, Any]:
+def _entry(
+    variant: Variant, ptx: Ptx, assembled: Assembled, data: bytes, recipe: str
+) -> Mapping[str, Any]:
     return {
         "entry": ptx.entry,
         "signature": variant.kernel.signature,
@@ -231,6 +262,7 @@ def _entry(variant: Variant, ptx: Ptx, assembled: Assembled, data: bytes) -> Map
         "target": ptx.target,
         "ptx_version": ptx.version,
         "sha256": hashlib.sha256(data).hexdigest(),
+        "recipe_sha256": recipe,
     }
 
 

@@ -12,7 +12,7 @@ import gpu_proof
 import kernel_references
 import pytest
 from fake_gpu import FakeDevice
-from harness.gpu import attention, kernels
+from harness.gpu import attention, kernels, recurrent
 from harness.gpu.kernels import check_kernels
 
 from edgellm.core.errors import EdgeLLMError
@@ -87,6 +87,23 @@ def test_attention_is_checked_on_the_fake_gpu(monkeypatch):
             patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
             with pytest.raises(AssertionError, match=r"turned|y, |codes"):
                 attention.check_attention(FakeDevice(), 87, sizes)
+
+
+def test_recurrent_layers_are_checked_on_the_fake_gpu(monkeypatch):
+    sizes = recurrent.Sizes.small()
+    found = recurrent.check_recurrent(FakeDevice(), sizes)
+    names = "convolve_rows", "delta_rows", "decaying_rows", "advance_window", "advance_state"
+    expected = {f"{name}_{rows}_us" for name in names for rows in sizes.rows}
+    assert found.keys() == expected | {"delta_rows_1_gb_per_s"}
+
+    def nothing(*_, **__) -> None:
+        """Leave everything as it was."""
+
+    for broken in ("convolve_rows", "delta_rows", "advance_window", "advance_state"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
+            with pytest.raises(AssertionError, match="rows: "):
+                recurrent.check_recurrent(FakeDevice(), sizes)
 
 
 def test_the_runtime_is_checked_on_the_fake_gpu():

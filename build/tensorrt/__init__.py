@@ -29,7 +29,7 @@ __all__ = [
 ]
 LABEL = "TensorRT"
 DEVICE = "cuda"
-TAKES_STATES = False
+TAKES_STATES = True  # if edgellm's kernels compute them
 TAKES_MIXED_LAYERS = False
 TAKES_AUDIO = False
 

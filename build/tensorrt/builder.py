@@ -26,7 +26,8 @@ from edgellm.core.artifact import defer_interrupt
 from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.tensorrt.library import python_plugins
-from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND, NODES
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import NODES
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library, plugin_module
 

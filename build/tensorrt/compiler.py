@@ -28,7 +28,7 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
 from edgellm.build.tensorrt.memory_estimate import FullCompiler, Sizes, estimate_graphs
 from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
-from edgellm.build.tensorrt.profiles import Pass, passes_of
+from edgellm.build.tensorrt.profiles import Pass, in_chunks, passes_of
 from edgellm.build.tensorrt.target import find_target
 from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
@@ -36,13 +36,14 @@ from edgellm.core.graph_io import (
     past_name,
     present_name,
 )
-from edgellm.core.graph_roles import DECODER, ENCODER
+from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER
 from edgellm.core.manifest import Bundle, GraphSpec
-from edgellm.core.model_spec import DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
+from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
 _NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, if not the role's name
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
@@ -56,10 +57,11 @@ def compile_bundle(
     graphs: dict[str, tuple[GraphSpec, ...]] = {}
     notes: tuple[str, ...] = ()
     library = find_target(options_of(plan).target_sm).library
-    models = {role: ir.load(source / graph.path) for role, graph in bundle.graphs.items()}
+    portable = {role: each for role, each in bundle.graphs.items() if role != COMMIT}
+    models = {role: ir.load(source / graph.path) for role, graph in portable.items()}
     cached = _plan_cache(models, bundle, plan)
     del models
-    for role, graph in bundle.graphs.items():
+    for role, graph in portable.items():
         passes = passes_of(role, bundle, plan)
         compiler = _Compiler(
             role=role, bundle=bundle, plan=plan, folder=folder, report=report, cached=cached
@@ -90,7 +92,7 @@ def compile_bundle(
     return Compiled(
         graphs=graphs,
         kv_dtype=cached.dtype if cached is not None else "",
-        prefill_rows=plan.max_input_len,
+        prefill_rows=in_chunks(bundle, plan).max_input_len,
         notes=notes,
         options={**({KERNELS: cached.way} if cached is not None else {}), **engine_options(plan)},
         checks=(_NOT_RUN,),
@@ -101,7 +103,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     """See `edgellm.build.backends.Backend.estimate`."""
     _check_plan(plan)
     options = options_of(plan)
-    by_role = {role: ir.load(source / graph.path) for role, graph in bundle.graphs.items()}
+    portable = {role: each for role, each in bundle.graphs.items() if role != COMMIT}
+    by_role = {role: ir.load(source / graph.path) for role, graph in portable.items()}
     models = list(by_role.values())
     for model in models:
         _refuse(model)
@@ -115,6 +118,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         rows *= max(1, bundle.vision.tokens_per_tile)
     answers = plan.max_batch_size
     kv_bytes = cache_bytes(cache, plan.kv_capacity, answers) if cache is not None else 0
+    if isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None:
+        kv_bytes += StateLayout.of(bundle.spec.recurrent, rows).num_bytes
     sizes = Sizes(
         passes=len(passes),
         rows=rows,

@@ -13,7 +13,8 @@ from edgellm.build.tensorrt.builder import Built
 from edgellm.build.tensorrt.kernel_log import Kernel
 from edgellm.build.tensorrt.profiles import Pass
 from edgellm.core.manifest import LAYER_REPORT
-from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND, NODES
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import ATTEND
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import NODES
 
 
 def write_report(folder: Path, name: str, passes: Sequence[Pass], built: Built) -> None:

@@ -1,7 +1,7 @@
 """Edgellm's kernels as quickly deployable plugins of TensorRT, for the build.
 
-A plugin describes its outputs and the launch of its kernel (`attention_nodes.py`). The PTX goes
-into the plan, so running an engine needs neither this module nor Python. A plugin of
+A plugin describes its outputs and the launch of its kernel (`kernel_nodes.py`). The PTX goes into
+the plan, so running an engine needs neither this module nor Python. A plugin of
 `tensorrt.plugin` is two functions with given signatures; here they are generated from a table.
 """
 
@@ -17,11 +17,11 @@ from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     GIVEN,
     NAMESPACE,
-    PLUGINS,
     Launch,
     Plugin,
     Shapes,
 )
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import PLUGINS
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 
 

@@ -6,6 +6,7 @@ the manifest; a pass runs on the first that supports its rows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ from edgellm.build.lowering.lora import Places
 from edgellm.build.plan import Plan
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.core.manifest import Bundle
-from edgellm.core.model_spec import VisionSpec
+from edgellm.core.model_spec import DecoderSpec, VisionSpec
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
+from edgellm.device_runtime.runners.tensorrt.state_memory import chunk_rows
 
 Range = tuple[int, int]  # minimum and maximum; kernels are optimized for the maximum
 _ONE: Range = (1, 1)
@@ -38,9 +40,17 @@ def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
         return [Pass(role, 1, {})]
     if rows is not Rows.TEXT:
         return draft_passes(plan)
-    is_causal = bundle.decoder.min_chunk == 1
+    plan, is_causal = in_chunks(bundle, plan), bundle.decoder.min_chunk == 1
     passes, places = base_passes(plan, is_causal=is_causal), Places.of(plan)
     return passes if places is None else [*_with_adapters(passes, places)]
+
+
+def in_chunks(bundle: Bundle, plan: Plan) -> Plan:
+    """The plan of passes: prompts of linear attention have chunks, whose time is quadratic."""
+    rows = plan.max_input_len
+    if isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None:
+        rows = chunk_rows(bundle.spec.recurrent, rows)
+    return dataclasses.replace(plan, max_input_len=rows)
 
 
 def _with_adapters(passes: Sequence[Pass], places: Places) -> Iterator[Pass]:

@@ -21,6 +21,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import AUDIO_ENCODER
 from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.networks.recurrent_state import States
+from edgellm.device_runtime.networks.recurrent_state_pool import HostStates
 from edgellm.device_runtime.runners.kv_cache import KVCache
 from edgellm.device_runtime.runners.outputs import Outputs
 from edgellm.device_runtime.runners.runner import Runner
@@ -75,7 +76,7 @@ class _Moved:
         spec = source.bundle.decoder.recurrent
         assert source.commit is not None
         assert spec is not None
-        self._states = States(source.commit, spec)
+        self._states = States(HostStates(source.commit, spec))
         self._memory = self._states.new()
 
     def begin(self, inputs: Inputs) -> Inputs:

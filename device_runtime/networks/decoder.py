@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from edgellm.device_runtime.arrays import F32, I64, Bool
 from edgellm.device_runtime.networks.decoder_io import PassInputs
 from edgellm.device_runtime.networks.known_costs import Measured, known_costs
 from edgellm.device_runtime.networks.recurrent_state import States
+from edgellm.device_runtime.networks.recurrent_state_pool import HostStates
 from edgellm.device_runtime.networks.sequence_kv import KVSwapper, SequenceKV
 from edgellm.device_runtime.runners.batch_costs import measure_shared
 from edgellm.device_runtime.runners.device_speculation import Growth, Rounds
@@ -103,13 +105,13 @@ class DecoderNetwork:
     def __init__(
         self, *, runner: Runner, spec: DecoderSpec, capacity: int, commit: Runner | None = None
     ) -> None:
-        """`commit` is the graph that commits states of recurrent layers, if there are any."""
+        """`commit` is the graph that commits states of recurrent layers, unless the runner does."""
         self.capacity, self._states = capacity, None
         self._runner, self._swapper = runner, KVSwapper(runner)
         self.max_batch_size = runner.max_batch_size
         if spec.recurrent is not None:
-            assert commit is not None
-            self._states = States(commit, spec.recurrent, self.max_batch_size)
+            store = runner.states or HostStates(commit, spec.recurrent, self.max_batch_size)
+            self._states = States(store, self.max_batch_size)
         self._inputs = PassInputs(runner, spec, capacity)
         self.kv = self.new_kv()  # of passes that are given no other
         self._costs: Measured = {}
@@ -241,9 +243,8 @@ class DecoderNetwork:
         """Milliseconds of passes of its engine, as measured by the build or now."""
         if not self._costs:
             wanted = max(engine.max_verify_tree_size, self.max_batch_size)
-            measure = partial(
-                costs, self, engine.decoder, engine.max_input_len, max_requested=wanted
-            )
+            longest = min(engine.max_input_len, engine.main_graphs[-1].max_rows or sys.maxsize)
+            measure = partial(costs, self, engine.decoder, longest, max_requested=wanted)
             self._costs = known_costs(self._runner, PASS, engine.cost_ms, measure)
         return self._costs
 

@@ -8,24 +8,17 @@ prompt that shares some of them, can still use the states before the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
-from edgellm.core.model_spec import RecurrentSpec
+from edgellm.core.errors import LimitError
 from edgellm.device_runtime.arrays import I64
-from edgellm.device_runtime.networks.recurrent_state_pool import (
-    Arrays,
-    StateMemory,
-    StatePool,
-    StateSlot,
-    copied,
-)
 from edgellm.device_runtime.runners.outputs import Outputs
-from edgellm.device_runtime.runners.runner import Runner
+from edgellm.device_runtime.runners.state_store import StateMemory, StateStore
 
 CHECKPOINT_BYTES = 256 << 20  # limit for all sequences of a pass
 CHECKPOINT_ROWS = 1024  # tokens between checkpoints of a long prompt
@@ -34,39 +27,34 @@ CHECKPOINT_ROWS = 1024  # tokens between checkpoints of a long prompt
 class States:
     """States of a network's sequences."""
 
-    def __init__(self, commit: Runner, spec: RecurrentSpec, num_sequences: int = 1) -> None:
-        """`commit` runs the graph that advances states; a pass has at most `num_sequences`."""
-        self._commit, self._spec, self._num_sequences = commit, spec, num_sequences
-        self._pool = StatePool(spec, num_sequences) if num_sequences > 1 else None
-        # The next commit writes here.
-        self._spare = StateSlot(self._zeros()) if self._pool is None else self._pool.take()
+    def __init__(self, store: StateStore, num_sequences: int = 1) -> None:
+        """`store` has the memory; a pass has at most `num_sequences`."""
+        self._store, self._num_sequences = store, num_sequences
         self._latest: list[tuple[StateMemory, Outputs]] = []  # not committed yet
 
     @property
     def num_bytes(self) -> int:
         """Size of a sequence's states, without checkpoints."""
-        return sum(array.nbytes for array in self._spare.arrays.values())
+        return self._store.num_bytes
 
     def new(self) -> StateMemory:
         """States of a new, empty sequence."""
-        return StateMemory(place=StateSlot(self._zeros()))
+        return StateMemory(place=self._store.new())
 
     def release(self, memory: StateMemory | None) -> None:
         """Free the states of a sequence, if it has any."""
         if memory is None:
             return
         self._latest = [latest for latest in self._latest if latest[0] is not memory]
-        if self._pool is not None:
-            self._pool.release(memory)
+        self._store.release(memory)
 
-    def _zeros(self) -> Arrays:
-        return {name: np.zeros(shape, np.float32) for name, shape in self._spec.states.items()}
-
-    def begin(self, memory: StateMemory, length: int) -> Arrays:
+    def begin(self, memory: StateMemory, length: int) -> Mapping[str, NDArray]:
         """As `begin_together`, for one sequence."""
         return self.begin_together([(memory, length)])[0][0]
 
-    def begin_together(self, asked: Sequence[tuple[StateMemory, int]]) -> list[tuple[Arrays, int]]:
+    def begin_together(
+        self, asked: Sequence[tuple[StateMemory, int]]
+    ) -> list[tuple[Mapping[str, NDArray], int]]:
         """Commit or truncate before a pass; return the states and the index of each sequence.
 
         The length may exceed the computed positions, since timing passes start after them.
@@ -75,7 +63,7 @@ class States:
             asked: states of sequences, and the number of positions to keep of each.
 
         Returns:
-            For each sequence the states by input name, [B, ...], and its index in B.
+            For each sequence the states that are inputs, [B, ...], and its index in B.
         """
         for memory, length in asked:
             if length < memory.end:
@@ -83,10 +71,7 @@ class States:
                     raise ValueError(f"states of {memory.end} tokens cannot go back to {length}")
                 self.cut(memory, length)
         self.commit_accepted()
-        if self._pool is None:
-            return [(memory.arrays, 0) for memory, _ in asked]
-        self._pool.bring_in([memory for memory, _ in asked])
-        return [(self._pool.arrays, memory.place.slot or 0) for memory, _ in asked]
+        return self._store.enter([memory for memory, _ in asked])
 
     def give(
         self, asked: Sequence[tuple[StateMemory, int]], inputs: Sequence[dict[str, NDArray[Any]]]
@@ -123,9 +108,7 @@ class States:
         found = memory.reach(length)
         if found < memory.num_rows:
             memory.forget()
-            kept = memory.checkpoints.get(found)
-            for name, array in memory.arrays.items():
-                array[...] = 0 if kept is None else kept[name]
+            self._store.replace(memory.place, memory.checkpoints.get(found))
             memory.num_rows = found
         memory.accepted = memory.accepted[: found - memory.num_rows]
         for rows in [each for each in memory.checkpoints if each > found]:
@@ -134,7 +117,7 @@ class States:
     def fork(self, memory: StateMemory) -> StateMemory:
         """Copy the states of a sequence."""
         self.commit_accepted()
-        place, kept = StateSlot(copied(memory.arrays)), {**memory.checkpoints}
+        place, kept = self._store.copy(memory.place), {**memory.checkpoints}
         return StateMemory(place=place, num_rows=memory.num_rows, checkpoints=kept)
 
     def read(self, memory: StateMemory, length: int) -> tuple[NDArray[Any], ...]:
@@ -142,13 +125,12 @@ class States:
         for latest, outputs in self._latest:
             if latest is memory and memory.num_rows <= length:
                 self._advance(memory, outputs, length - memory.num_rows)
-        found = memory.arrays if memory.num_rows == length else memory.checkpoints.get(length)
-        return tuple(copied(found or self._zeros()).values())
+        found = memory.place if memory.num_rows == length else memory.checkpoints.get(length)
+        return self._store.read(found or self._store.new())
 
     def write(self, memory: StateMemory, states: tuple[NDArray[Any], ...], length: int) -> None:
         """Replace all states by those that `read` returned, after `length` positions."""
-        for array, state in zip(memory.arrays.values(), states, strict=True):
-            array[...] = state
+        self._store.write(memory.place, states)
         memory.forget()
         memory.num_rows, memory.checkpoints = length, {}
 
@@ -156,22 +138,14 @@ class States:
         """Commit the next `count` accepted tokens."""
         if not count:
             return
-        self._commit.run(
-            {
-                **memory.arrays,
-                **{name: outputs[name] for name in self._spec.rows},
-                **{
-                    graph_io.next_state_name(name): into
-                    for name, into in self._spare.arrays.items()
-                },
-                graph_io.COMMIT_ROWS: memory.accepted[:count],
-            }
-        )
-        memory.place, self._spare = self._spare, memory.place
+        self._store.advance(memory, outputs, count)
         memory.num_rows, memory.accepted = memory.num_rows + count, memory.accepted[count:]
 
     def _keep_checkpoint(self, memory: StateMemory) -> None:
-        memory.checkpoints[memory.num_rows] = copied(memory.arrays)
+        try:
+            memory.checkpoints[memory.num_rows] = self._store.copy(memory.place)
+        except LimitError:
+            return  # a later prompt is computed from an earlier one on
         maximum = max(CHECKPOINT_BYTES // (self.num_bytes * self._num_sequences), 1)
         while len(memory.checkpoints) > maximum:
             del memory.checkpoints[_least_missed(memory.checkpoints)]

@@ -1,18 +1,20 @@
-"""Memory of recurrent states: those of a batch are contiguous."""
+"""Memory of recurrent states on the host: those of a batch are contiguous."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.core import graph_io
 from edgellm.core.model_spec import RecurrentSpec
-from edgellm.device_runtime.arrays import I64
+from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.runner import Runner
+from edgellm.device_runtime.runners.state_store import StateMemory
 
 Arrays = dict[str, NDArray[np.float32]]
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -23,35 +25,71 @@ class StateSlot:
     slot: int | None = None  # index in the pool; None: separate memory
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class StateMemory:
-    """States of one sequence."""
+class HostStates:
+    """See `StateStore`: arrays, which a graph advances."""
 
-    place: StateSlot
-    num_rows: int = 0  # positions that the states include
-    accepted: I64 = field(default_factory=lambda: _NO_ROWS)  # of the latest pass, not committed
-    marks: set[int] = field(default_factory=set)  # prefix lengths that get a checkpoint
-    checkpoints: dict[int, Arrays] = field(default_factory=dict)  # by prefix length
-
-    @property
-    def arrays(self) -> Arrays:
-        """By input name."""
-        return self.place.arrays
+    def __init__(self, commit: Runner | None, spec: RecurrentSpec, num_sequences: int = 1) -> None:
+        """`commit` runs the graph; a pass has at most `num_sequences`."""
+        self._commit, self._spec = commit, spec
+        self._pool = StatePool(spec, num_sequences) if num_sequences > 1 else None
+        # The next commit writes here.
+        self._spare = self.new() if self._pool is None else self._pool.take()
 
     @property
-    def end(self) -> int:
-        """Positions, including accepted ones."""
-        return self.num_rows + len(self.accepted)
+    def num_bytes(self) -> int:
+        """See `StateStore`."""
+        return sum(array.nbytes for array in self._spare.arrays.values())
 
-    def reach(self, length: int) -> int:
-        """The longest prefix, up to `length`, to which it can go back."""
-        if self.num_rows <= length:
-            return min(length, self.end)
-        return max((rows for rows in self.checkpoints if rows <= length), default=0)
+    def new(self) -> StateSlot:
+        """See `StateStore`."""
+        shapes = self._spec.states.items()
+        return StateSlot({name: np.zeros(shape, np.float32) for name, shape in shapes})
 
-    def forget(self) -> None:
-        """Drop accepted tokens."""
-        self.accepted = _NO_ROWS
+    def copy(self, place: StateSlot) -> StateSlot:
+        """See `StateStore`."""
+        return StateSlot(copied(place.arrays))
+
+    def replace(self, place: StateSlot, source: StateSlot | None) -> None:
+        """See `StateStore`."""
+        for name, array in place.arrays.items():
+            array[...] = 0 if source is None else source.arrays[name]
+
+    def read(self, place: StateSlot) -> tuple[NDArray[np.float32], ...]:
+        """See `StateStore`."""
+        return tuple(copied(place.arrays).values())
+
+    def write(self, place: StateSlot, states: Sequence[NDArray]) -> None:
+        """See `StateStore`."""
+        for array, state in zip(place.arrays.values(), states, strict=True):
+            array[...] = state
+
+    def enter(self, memories: Sequence[StateMemory]) -> list[tuple[Mapping[str, NDArray], int]]:
+        """See `StateStore`."""
+        if self._pool is None:
+            return [(memory.place.arrays, 0) for memory in memories]
+        self._pool.bring_in(memories)
+        return [(self._pool.arrays, memory.place.slot or 0) for memory in memories]
+
+    def advance(self, memory: StateMemory, outputs: Outputs, count: int) -> None:
+        """See `StateStore`."""
+        assert self._commit is not None
+        self._commit.run(
+            {
+                **memory.place.arrays,
+                **{name: outputs[name] for name in self._spec.rows},
+                **{
+                    graph_io.next_state_name(name): into
+                    for name, into in self._spare.arrays.items()
+                },
+                graph_io.COMMIT_ROWS: memory.accepted[:count],
+            }
+        )
+        memory.place, self._spare = self._spare, memory.place
+
+    def release(self, memory: StateMemory) -> None:
+        """See `StateStore`."""
+        if self._pool is not None:
+            self._pool.release(memory)
 
 
 class StatePool:
@@ -78,7 +116,7 @@ class StatePool:
         for memory in memories:
             if memory.place.slot is None:
                 place = self._free.pop() if self._free else self._evicted(memories)
-                for name, array in memory.arrays.items():
+                for name, array in memory.place.arrays.items():
                     place.arrays[name][...] = array
                 memory.place = place
             else:
@@ -88,7 +126,7 @@ class StatePool:
     def _evicted(self, staying: Sequence[StateMemory]) -> StateSlot:
         memory = next(one for one in self._held if one not in staying)
         self._held.remove(memory)
-        place, memory.place = memory.place, StateSlot(copied(memory.arrays))
+        place, memory.place = memory.place, StateSlot(copied(memory.place.arrays))
         return place
 
     def release(self, memory: StateMemory) -> None:

@@ -19,7 +19,6 @@ from edgellm.device_runtime.arrays import (
     RowKey,
 )
 from edgellm.device_runtime.networks.recurrent_state import CHECKPOINT_ROWS, States
-from edgellm.device_runtime.networks.recurrent_state_pool import StateMemory
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
     PinnedKV,
     count_common,
@@ -28,6 +27,7 @@ from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
 )
 from edgellm.device_runtime.runners.kv_cache import KVCache
 from edgellm.device_runtime.runners.runner import Runner, require_pool
+from edgellm.device_runtime.runners.state_store import StateMemory
 
 
 class SequenceKV:

@@ -12,6 +12,7 @@ from edgellm.device_runtime.runners.batch_costs import SharedCosts
 from edgellm.device_runtime.runners.device_speculation import Growth, Rounds
 from edgellm.device_runtime.runners.kv_cache import KVCache, KVPool
 from edgellm.device_runtime.runners.outputs import Outputs
+from edgellm.device_runtime.runners.state_store import StateStore
 
 Inputs = Mapping[str, NDArray[Any]]  # by graph I/O name, with the shapes of `core.graph_io`
 
@@ -28,12 +29,14 @@ class Runner:
         batch_limits: maximum tokens of a sequence, and of all, in a batch of trees, if the runner
             splits a batch into the cheapest passes; zeros: it needs no costs.
         runs_async: whether `run_async` is implemented, for a draft.
+        states: memory of recurrent states; None: they are inputs, and the host has them.
     """
 
     kv_pool: KVPool | None = None
     max_batch_size: int = 1
     batch_limits: tuple[int, int] = (0, 0)
     runs_async: bool = False
+    states: StateStore | None = None
 
     def hold(self, inputs: Inputs) -> None:
         """Set inputs of all later passes, until they are replaced: images."""

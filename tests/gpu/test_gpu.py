@@ -12,6 +12,7 @@ import cuda_on_cpu
 import numpy as np
 import pytest
 import reason_against
+from conftest import make_checkpoint
 from eagle_engines import CAPACITY, EAGLE3, INPUT, TREE, build_pair
 from tensorrt_bundles import Bundles
 from visual_checkpoints import VisualModel, make_visual_checkpoint, random_pixels, whole_grid
@@ -28,7 +29,10 @@ from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Planes
 from edgellm.device_runtime.sampling.sampler import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
-from edgellm.export import visual
+from edgellm.export import models, visual
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.multimodal.patch_grid import grid_inputs
 
 pytestmark = [
@@ -107,6 +111,34 @@ def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
     one.kv.compact(10, path)
     fresh.run(np.concatenate([np.arange(10, 20), ids[path]]), 0, np.zeros(1, np.int64))
     np.testing.assert_allclose(one.kv.read(13), fresh.kv.read(13), atol=1e-3)
+
+
+@needs_tensorrt
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text", "bamba"])
+def test_recurrent_layers_by_edgellm_s_kernels(tmp_path, model_type):
+    """Chunks, a token, a tree of which a path is accepted, and a token after it."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find(model_type).TINY)
+    source = open_checkpoint(str(checkpoint))
+    export_llm(source, tmp_path / "bundle", ExportOptions(dtype="fp16"))
+    plan = Plan(max_input_len=24, kv_capacity=CAPACITY, max_verify_tree_size=8)
+    for backend in ("onnxruntime", "tensorrt"):
+        build_engine("llm", tmp_path / "bundle", tmp_path / backend, plan, backend, lambda _: None)
+    sessions, write = [_open(tmp_path / name) for name in ("onnxruntime", "tensorrt")], 0
+    mask = np.eye(6, dtype=np.bool_)
+    mask[1:, 0] = mask[4, 2] = mask[5, [2, 4]] = True
+    path = np.array([0, 2, 4])
+    for ids in (np.arange(10, 34), np.arange(40, 47), [50], np.arange(20, 26), [51]):
+        is_tree = len(ids) == 6
+        tree = {"tree_mask": mask, "position_ids": write + mask.sum(1) - 1} if is_tree else {}
+        outputs = np.arange(len(ids)) if is_tree else np.array([len(ids) - 1])
+        expected, found = (
+            each.run(np.array(ids), write, outputs, **tree).logits.copy() for each in sessions
+        )
+        assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+        if is_tree:
+            for each in sessions:
+                each.kv.compact(write, path)
+        write += len(path) if is_tree else len(ids)
 
 
 @needs_tensorrt

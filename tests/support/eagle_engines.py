@@ -132,11 +132,13 @@ def for_several(pair: EaglePair, engine: Path, batch_size: int) -> Path:
     return engine
 
 
-def build_mtp(folder: Path, make: Callable[[Path], Path] = make_base) -> EaglePair:
+def build_mtp(
+    folder: Path, make: Callable[[Path], Path] = make_base, dtype: str = "fp32"
+) -> EaglePair:
     """A base with its own MTP layer (default: a hybrid base)."""
     base = make(folder / "base")
-    source, options = open_checkpoint(str(base)), DraftOptions("fp32")
-    export_llm(source, folder / "bundle", ExportOptions(dtype="fp32", draft_model_dir=str(base)))
+    source, options = open_checkpoint(str(base)), DraftOptions(dtype)
+    export_llm(source, folder / "bundle", ExportOptions(dtype=dtype, draft_model_dir=str(base)))
     export_draft(open_draft(str(base)), source, folder / "draft_bundle", options)
     pair = EaglePair(
         EAGLE1, base, base, *(folder / n for n in ("bundle", "draft_bundle", "engine"))

@@ -20,12 +20,8 @@ from kernel_references import REFERENCES
 from numpy.typing import NDArray
 
 from edgellm.device_runtime.kernels.triton.catalog import variants
-from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
-    COMBINE,
-    GIVEN,
-    NAMESPACE,
-    PLUGINS,
-)
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import PLUGINS
 
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 _BY_NAME = {plugin.name: plugin for plugin in PLUGINS}
@@ -50,7 +46,7 @@ class _Node:
 
 
 class KernelGraph:
-    """A graph whose attention is plugin nodes, with the interface of an ONNX Runtime session."""
+    """A graph with plugin nodes, which has the interface of an ONNX Runtime session."""
 
     def __init__(self, path: Path, options: Any, memory: Any, sm: int) -> None:
         """Open the graph; `memory` gives the array at an address, see `attention_references`."""
@@ -66,12 +62,14 @@ class KernelGraph:
         graph.outputs.extend(v for name, v in read.items() if name not in {*made, *self._inputs})
         self._given = {}
         for node in nodes:
-            if node.op_type == COMBINE:
-                (old,) = node.outputs
-                new = ir.val(f"{old.name}.given", ir.DataType.FLOAT16, old.shape)
+            old, users = node.outputs[0], tuple(node.outputs[0].uses())
+            if any(user.domain != NAMESPACE for user, _ in users):
+                assert old.dtype is not None
+                new = ir.val(f"{old.name}.given", old.dtype, old.shape)
                 graph.inputs.append(new)
-                self._given[str(old.name)] = str(new.name), int(old.shape[2])  # type: ignore
-                for user, index in tuple(old.uses()):
+                width, dtype = int(old.shape[2]), old.dtype.numpy()  # type: ignore
+                self._given[str(old.name)] = str(new.name), width, dtype
+                for user, index in users:
                     user.replace_input_with(index, new)
         for node in reversed(nodes):
             graph.remove(node, safe=True)
@@ -95,7 +93,9 @@ class KernelGraph:
     def run(self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
         rows = next(iter(feeds.values())).shape[1]
         known: Arrays = dict(feeds)
-        given = {new: np.zeros((1, rows, width), np.float16) for new, width in self._given.values()}
+        given = {
+            new: np.zeros((1, rows, width), dtype) for new, width, dtype in self._given.values()
+        }
         for node in self._nodes:
             if missing := [each for each in node.inputs if each not in known]:
                 found = self._session.run(missing, {**feeds, **given}, self._options)

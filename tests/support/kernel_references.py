@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 from attention_references import attend, combine, keep_rows, store_rows
+from recurrent_references import advance_state, advance_window, convolve_rows, delta_rows
 
 from edgellm.device_runtime.kernels.triton.catalog import PICKS
 from edgellm.device_runtime.sampling.sampler import SamplingParams, processed_distribution
@@ -230,7 +231,8 @@ def join_picks(keys, sums, vocab, shares, values, ids, argmax, log_sums, *, cons
 REFERENCES = {
     each.__name__: each
     for each in (grow_level, select_tree, lay_out, accept_greedy, accept_sampled, pick_shares,
-                 join_picks, store_rows, attend, combine, keep_rows)
+                 join_picks, store_rows, attend, combine, keep_rows, convolve_rows, advance_window,
+                 delta_rows, advance_state)
 }  # fmt: skip
 TYPES = {"*i64": np.int64, "*i32": np.int32, "*fp32": np.float32, "*fp64": np.float64,
          "*i8": np.int8, "*fp16": np.float16}  # fmt: skip

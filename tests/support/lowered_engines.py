@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -20,13 +21,14 @@ from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.lowering.op_table import Version
 from edgellm.build.tensorrt.profiles import passes_of
-from edgellm.core.graph_roles import DECODER, DRAFT, FUSE, HEADS
+from edgellm.core.graph_roles import COMMIT, DECODER, DRAFT, FUSE, HEADS
 from edgellm.core.manifest import (
     DRAFT_BUNDLE,
     DRAFT_ENGINE,
     DRAFT_FOLDER,
     LLM_BUNDLE,
     LLM_ENGINE,
+    Bundle,
     Engine,
     GraphSpec,
     load_bundle,
@@ -51,6 +53,11 @@ PLAN = Plan(
 CANDIDATES = 40
 
 
+def compiled(artifact: Bundle | Engine) -> dict[str, Any]:
+    """Graphs by role that TensorRT compiles: edgellm's kernels commit."""
+    return {role: graph for role, graph in artifact.graphs.items() if role != COMMIT}
+
+
 class Lowered:
     """The graphs of a pair as TensorRT gets them, and the manifests of such engines."""
 
@@ -71,7 +78,7 @@ class Lowered:
             DRAFT_ENGINE: load_bundle(pair.draft_bundle, DRAFT_BUNDLE),
         }
         for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
-            for role, graph in bundle.graphs.items():
+            for role, graph in compiled(bundle).items():
                 candidates = 0 if role == DECODER else CANDIDATES
                 kernels = Kernels(110, codes, answers) if codes and role != FUSE else None
                 dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
@@ -87,7 +94,7 @@ class Lowered:
         self._passes = {
             role: passes_of(role, bundle, plan)
             for bundle in bundles.values()
-            for role in bundle.graphs
+            for role in compiled(bundle)
         }
         base = load_engine(pair.engine, LLM_ENGINE)
         draft = load_engine(pair.engine / DRAFT_FOLDER, DRAFT_ENGINE)
@@ -115,7 +122,7 @@ class Lowered:
     def _graphs(self, engine: Engine) -> dict[str, tuple[GraphSpec, ...]]:
         return {
             role: tuple(GraphSpec(f"{role}.engine", p.max_rows, "fp32") for p in self._passes[role])
-            for role in engine.graphs
+            for role in compiled(engine)
         }
 
     def runners(self, engine: Engine, device: FakeDevice) -> dict[str, Runner]:

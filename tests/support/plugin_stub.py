@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import importlib.util
 import operator
+import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -255,3 +256,15 @@ class _Extra(list):
     def __setattr__(self, name: str, value: int) -> None:
         assert name == "nbSymExprs"
         self[:] = [None] * value
+
+
+def bindings() -> list[Path]:
+    """Folders of bindings: installed ones, and that of the environment variable."""
+    found = importlib.util.find_spec("tensorrt_bindings")
+    named = [Path(each) for each in os.environ.get("TENSORRT_BINDINGS", "").split(":") if each]
+    here = [Path(str(found.origin)).parent] if found is not None else []
+    return [each for each in (*here, *named) if (each / "plugin" / "_lib.py").exists()]
+
+
+def sizes(*dims: int | str) -> list[Dim]:
+    return [dim(each) for each in dims]

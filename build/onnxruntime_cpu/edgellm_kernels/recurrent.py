@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.function_calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.weights import constant_array, parameter_name
-from edgellm.core.errors import BrokenArtifactError
+from edgellm.build.lowering.recurrent import store_taps
 from edgellm.core.graph_io import STATE
 from edgellm.core.onnx_functions import (
     CHANNEL_DELTA_RULE,
@@ -35,7 +33,7 @@ def lower_recurrences(graph: GraphEditor, functions: tuple[str, ...]) -> None:
         require_known(call)
         graph.cursor, inputs = call, list(call.inputs)
         if call.op_type.startswith(CONVOLUTION):
-            inputs[2] = _taps(graph, call)
+            inputs[2] = store_taps(graph, call, ir.DataType.FLOAT)
             graph.replace(call.outputs[0], graph.node("Convolution", inputs, domain=DOMAIN))
             continue
         name = "GatedDeltaUpdate"
@@ -51,15 +49,3 @@ def lower_recurrences(graph: GraphEditor, functions: tuple[str, ...]) -> None:
         for value in graph.graph.inputs:
             if str(value.name).startswith(STATE) and value.shape is not None:
                 value.shape = ir.Shape([_STATES, *value.shape[1:]])
-
-
-def _taps(graph: GraphEditor, call: ir.Node) -> ir.Value:
-    """The weight [W, 1, K] of a convolution as [K, 1, W]."""
-    value = call.inputs[2]
-    stored = constant_array(value) if value is not None else None
-    if value is None or stored is None:
-        raise BrokenArtifactError(
-            f"{call.name}: the convolution has no stored weight", hint="export the bundle again"
-        )
-    taps = np.ascontiguousarray(stored.astype(np.float32).transpose(2, 1, 0))
-    return graph.weight(f"{parameter_name(value)}.taps", lambda: taps)

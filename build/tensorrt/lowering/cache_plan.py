@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.build.plan import Plan
+from edgellm.build.tensorrt.lowering import kernel_recurrence
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, missing, why_not
 from edgellm.build.tensorrt.lowering.op_table import takes_plugins
 from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
@@ -15,6 +16,7 @@ from edgellm.build.tensorrt.target import Target
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import ROLES
 from edgellm.core.manifest import Bundle
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_ptx
 from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES, SEQUENCES
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
@@ -62,15 +64,21 @@ def plan_cache(
             f"--kvCache {plan.kv_cache}: TensorRT updates caches of floats only",
             hint="leave out --kernels tensorrt, or --kvCache",
         )
+    is_recurrent = isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None
+    if is_recurrent:
+        _require_alone(plan)
     if wanted == TENSORRT:
+        _require_attention(is_recurrent, "--kernels tensorrt")
         return CachePlan(bundle.dtype)
     graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
     kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
+        fault = fault or kernel_recurrence.why_not(graph, kernels.sm, _driver_ptx(plan))
     if not fault:
         _require_few(plan)
         return CachePlan(KV_DTYPES[codes], kernels)
+    _require_attention(is_recurrent, fault)
     _require_one(plan, fault)
     if wanted == EDGELLM:
         raise EdgeLLMError(
@@ -82,6 +90,25 @@ def plan_cache(
             hint="leave out --kvCache: TensorRT's operators take caches of floats",
         )
     return CachePlan(bundle.dtype, why_not=fault)
+
+
+def _require_alone(plan: Plan) -> None:
+    """Reject batches of recurrent models; raises `EdgeLLMError`."""
+    if plan.max_batch_size > 1:
+        raise EdgeLLMError(
+            f"--maxBatchSize {plan.max_batch_size}: on TensorRT a model with recurrent layers "
+            "computes one sequence at a time",
+            hint="leave --maxBatchSize out, or give --backend onnxruntime --device cpu",
+        )
+
+
+def _require_attention(is_recurrent: bool, fault: str) -> None:
+    """Reject recurrent models without edgellm's kernels; raises `EdgeLLMError` with the `fault`."""
+    if is_recurrent:
+        raise EdgeLLMError(
+            f"on TensorRT only edgellm's kernels compute recurrent layers: {fault}",
+            hint="give --backend onnxruntime --device cpu",
+        )
 
 
 def _require_one(plan: Plan, fault: str) -> None:

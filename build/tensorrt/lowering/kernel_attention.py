@@ -180,7 +180,7 @@ def _emit(
         given["sequences"] = kernels.sequences
     rows = [(_F16, [1, "rows", heads * size])]
     rotated = _rotation(graph, layer, places)
-    (q,) = _node(
+    (q,) = emit_node(
         graph,
         STORE_ROWS,
         [rotated.q, rotated.k, layer.v, *rotated.tables, *places_and_table],
@@ -188,7 +188,7 @@ def _emit(
         **given,
         own_tables=rotated.own_tables,
     )
-    parts, stats = _node(
+    parts, stats = emit_node(
         graph,
         ATTEND,
         [q, tree, places, *places_and_table],
@@ -202,7 +202,7 @@ def _emit(
         sinks = graph.node("Cast", [layer.sinks], to=int(_F32))
     sunk = {"sunk": int(layer.sinks is not None)}
     of_queries = {key: given[key] for key in ("heads", "head_dim", "capability")}
-    return _node(graph, COMBINE, [parts, stats, sinks], rows, **of_queries, **sunk)[0]
+    return emit_node(graph, COMBINE, [parts, stats, sinks], rows, **of_queries, **sunk)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def _rotation(graph: GraphEditor, layer: CachedAttention, places: ir.Value | Non
     return _Rotated(q=q, k=k, tables=(one, none, first))
 
 
-def _node(
+def emit_node(
     graph: GraphEditor,
     name: str,
     inputs: Sequence[ir.Value | None],

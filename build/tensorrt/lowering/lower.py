@@ -20,9 +20,10 @@ from edgellm.build.lowering.top_logits import add_top_logits
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
 from edgellm.build.tensorrt.lowering.downgrade_ops import uncap_attention
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_attention
+from edgellm.build.tensorrt.lowering.kernel_recurrence import lower_recurrences
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
 from edgellm.core import graph_io
-from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NODES
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import NODES
 
 CAPACITY = "kv_capacity"
 FP4_QUANTIZE = "TRT_FP4DynamicQuantize"  # TensorRT has an importer for it
@@ -47,7 +48,7 @@ def lower(
         capacity: tokens of the KV cache, a constant in TensorRT; 0 for graphs without one.
         candidates: of a draft, for each token. A K at run time would be a shape, and a pass with
             varying shapes cannot be captured as a CUDA graph.
-        kernels: edgellm's kernels of attention; None: TensorRT's operators.
+        kernels: edgellm's kernels of attention and recurrent layers; None: TensorRT's operators.
         places: of LoRA adapters; None: linear layers take none.
     """
     if capacity:
@@ -56,6 +57,7 @@ def lower(
     graph = GraphEditor(model.graph, weights)
     if kernels is not None:
         lower_attention(graph, kernels, capacity)
+        lower_recurrences(graph, kernels.sm)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)

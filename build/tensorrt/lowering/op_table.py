@@ -88,6 +88,7 @@ _SINCE_10_3: dict[str, Rule] = {
             "LogSoftmax",
             "Reciprocal",
             "Sigmoid",
+            "Softplus",
             "Softmax",
             "Sqrt",
             "Tanh",
@@ -163,6 +164,10 @@ _KERNELS = {
     "edgellm::attend": Rule(dtypes=_HALF, ranks=frozenset({3})),
     "edgellm::combine": Rule(
         dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2), ranks=frozenset({3})
+    ),
+    "edgellm::convolve_rows": Rule(dtypes=_HALF, checked=(0, 1), ranks=frozenset({3})),
+    "edgellm::delta_rows": Rule(
+        dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2, 3, 4), ranks=frozenset({3})
     ),
 }
 

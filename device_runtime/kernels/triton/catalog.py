@@ -17,13 +17,22 @@ from pathlib import Path
 TARGETS = {87: 85, 89: 85, 90: 85, 110: 90, 120: 87}
 FIRST_FP8 = 89  # compute capability that converts E4M3 numbers
 LARGEST_SHARED_BYTES = 48 << 10  # the limit of a launch without an attribute
-HEAD_DIM = "head_dim"  # the argument
 HEAD_DIM_STEP = 16  # head_dim is a multiple, so rows of all dtypes are read 16 bytes at a time
+STATE_STEP = 8  # sizes of recurrent layers are multiples
+# Arguments that are multiples of a number, and the number.
+STEPS = {
+    "head_dim": HEAD_DIM_STEP,
+    "key_dim": STATE_STEP,
+    "value_dim": STATE_STEP,
+    "width": STATE_STEP,
+}
 TILES = (64, 128, 256)  # values of D
 OWN_SIZES = (64, 128)  # values of head_dim with an own `attend`
 SEQUENCES = 32  # of a pass at most
 START = 5  # fields of a sequence's start, see `growth`
 ROWS = 16  # query rows of a program; with 64 sm_110 would use other matrix units
+CHANNELS = 256  # of a convolution, in a program
+VALUES = 32  # of a head of a recurrent layer, in a program
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
 # Supported sizes: nodes of a tree, candidates of a level, nodes of a pool.
 NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
@@ -69,6 +78,7 @@ def _typed(arguments: Sequence[ast.arg]) -> Iterator[tuple[str, str]]:
             yield argument.arg, str(argument.annotation.value)
 
 
+_PARTS = "cdiv(value_dim, VALUES)"
 KERNELS = {
     kernel.name: kernel
     for kernel in (
@@ -94,6 +104,14 @@ KERNELS = {
         Kernel(module="growth", name="grow_level", grid=("sequences", "1", "1"), fuses=False),
         Kernel(module="growth", name="select_tree", grid=("sequences", "1", "1")),
         Kernel(module="growth", name="lay_out", grid=("sequences", "1", "1")),
+        Kernel(
+            module="recurrent", name="convolve_rows", grid=("num_rows", "cdiv(width, BLOCK)", "1")
+        ),
+        Kernel(
+            module="recurrent", name="advance_window", grid=("cdiv(width, BLOCK)", "entries", "1")
+        ),
+        Kernel(module="recurrent", name="delta_rows", grid=("heads", _PARTS, "1")),
+        Kernel(module="recurrent", name="advance_state", grid=("heads", _PARTS, "entries")),
     )
 }
 
@@ -106,6 +124,7 @@ class Variant:
     constants: Mapping[str, int | str | bool] = field(hash=False)
     warps: int
     stages: int = 2
+    max_registers: int = 0  # of a thread; 0: the assembler's choice
 
     @property
     def name(self) -> str:
@@ -119,6 +138,10 @@ PICK_SHARES = Variant(
 )
 JOIN_PICKS = Variant(
     kernel=KERNELS["join_picks"], constants={"PICKS": PICKS, "MOST": SHARES}, warps=8
+)
+CONVOLVE_ROWS, ADVANCE_WINDOW = (
+    Variant(kernel=KERNELS[name], constants={"BLOCK": CHANNELS}, warps=1)
+    for name in ("convolve_rows", "advance_window")
 )
 
 
@@ -149,6 +172,12 @@ def variants(sm: int) -> Iterator[Variant]:
             yield grow_level(size, scored)
     for size in POOLS:
         yield select_tree(size)
+    yield CONVOLVE_ROWS
+    yield ADVANCE_WINDOW
+    for size in TILES:
+        yield advance_state(size)
+        yield delta_rows(size, takes=True)
+        yield delta_rows(size, takes=False)
 
 
 def accept_greedy(nodes: int) -> Variant:
@@ -195,6 +224,34 @@ def tile(size: int) -> int:
     """The smallest of `TILES` that heads of `size` numbers fit into; 0 if none does."""
     fits = [each for each in TILES if each >= size > 0 and not size % HEAD_DIM_STEP]
     return min(fits, default=0)
+
+
+def state_tile(key_dim: int, value_dim: int) -> int:
+    """The smallest of `TILES` that keys of recurrent layers fit into; 0 if none does."""
+    fits = [each for each in TILES if each >= key_dim > 0]
+    return 0 if key_dim % STATE_STEP or value_dim % STATE_STEP else min(fits, default=0)
+
+
+def delta_rows(tile: int, *, takes: bool) -> Variant:
+    """`delta_rows` for a tile of keys, with the delta term or without."""
+    is_large = takes or tile == TILES[-1]
+    return _of_states("delta_rows", tile, 0 if is_large else 128, TAKES=takes)
+
+
+def advance_state(tile: int) -> Variant:
+    """`advance_state` for a tile of keys."""
+    return _of_states("advance_state", tile, 160 if tile == TILES[-1] else 128)
+
+
+def _of_states(name: str, tile: int, max_registers: int, **constants: bool) -> Variant:
+    """A kernel of matrices, where fewer registers, fewer warps or more stages would spill."""
+    return Variant(
+        kernel=KERNELS[name],
+        constants={"D": tile, "VALUES": VALUES, "ROWS": ROWS, **constants},
+        warps=8,
+        stages=2 if tile < TILES[-1] else 1,
+        max_registers=max_registers,
+    )
 
 
 def store_rows(size: int, codes: str, *, many: bool = False) -> Variant:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.core.errors import EdgeLLMError
-from edgellm.device_runtime.kernels.triton.catalog import KERNELS, TARGETS, Kernel, Variant
+from edgellm.device_runtime.kernels.triton.catalog import STEPS, TARGETS, Kernel, Variant
 
 FOLDER = Path(__file__).with_name("ptx")
 MANIFEST = "manifest.json"  # in each archive
@@ -37,12 +38,33 @@ class Compiled:
     sm: int
 
 
-def source_hash() -> str:
-    """The hash of all sources that determine the PTX, without Triton's version."""
-    digest = hashlib.sha256()
-    for module in sorted({kernel.module for kernel in KERNELS.values()} | {"cache", "catalog"}):
-        digest.update(Path(__file__).with_name(f"{module}.py").read_bytes())
+def recipe_hash(variant: Variant, sm: int) -> str:
+    """The hash of all that determines the PTX of a kernel, without Triton's version."""
+    kernel = variant.kernel
+    options = {
+        "constants": dict(variant.constants),
+        "warps": variant.warps,
+        "stages": variant.stages,
+        "max_registers": variant.max_registers,
+        "fuses": kernel.fuses,
+        "steps": {name: STEPS[name] for name in kernel.signature if name in STEPS},
+        "ptx_version": TARGETS[sm],
+    }
+    digest = hashlib.sha256(json.dumps([kernel.name, options]).encode())
+    for module in sorted(_sources(kernel.module)):
+        digest.update(_source(module).encode())
     return digest.hexdigest()
+
+
+def _source(module: str) -> str:
+    return Path(__file__).with_name(f"{module}.py").read_text("utf-8")
+
+
+@functools.cache
+def _sources(module: str) -> frozenset[str]:
+    """A module with all modules of kernels that it imports."""
+    imported = re.findall(rf"^from {re.escape(__package__ or '')}\.(\w+)", _source(module), re.M)
+    return frozenset({module}).union(*map(_sources, imported))
 
 
 def find(variant: Variant, sm: int, driver_ptx: int | None = None) -> Compiled:

@@ -17,10 +17,12 @@ from edgellm.core.graph_io import (
 )
 from edgellm.core.graph_roles import DECODER, ENCODER
 from edgellm.core.manifest import Engine
+from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
+from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.runners.tensorrt.cuda.protocols import CompiledEngine, Device
@@ -121,6 +123,7 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
     cache = engine.cache
     rows = engine.max_kv_cache_capacity * engine.max_batch_size
     kv_bytes = cache.bytes_per_token * rows if cache is not None else 0
+    kv_bytes += _state_bytes(engine)
     if plans + kv_bytes > free_bytes:
         raise LimitError(
             f"the engine needs {(plans + kv_bytes) / 1e9:.2f} GB on the GPU, "
@@ -128,6 +131,14 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
             hint=f"close other programs, or build with a smaller --maxKVCacheCapacity (it takes "
             f"{kv_bytes / 1e9:.2f} GB) or from a quantized checkpoint",
         )
+
+
+def _state_bytes(engine: Engine) -> int:
+    """Bytes of recurrent states, and of what passes store for them."""
+    if not isinstance(engine.spec, DecoderSpec) or engine.spec.recurrent is None:
+        return 0
+    rows = max(engine.main_graphs[-1].max_rows, engine.max_verify_tree_size)
+    return StateLayout.of(engine.spec.recurrent, rows).num_bytes
 
 
 def _require_origin(folder: Path, engine: Engine) -> Any:

@@ -52,6 +52,7 @@ from edgellm.device_runtime.runners.tensorrt.shapes import (
     asked_sizes,
     fill,
 )
+from edgellm.device_runtime.runners.tensorrt.state_memory import DeviceStates, open_states
 
 _ON_DEVICE = (graph_io.LOGITS, *FEATURES)  # outputs, until they are fetched
 _COMMITTED = 24  # approximate maximum of a draft's tokens that a round commits
@@ -88,8 +89,7 @@ class TensorRtRunner(Runner):
             adapters: adapter slots; 0: the engine has no LoRA.
         """
         self._engine, self._device, self._capacity = engine, device, capacity
-        self.num_sequences = num_sequences
-        self._shapes = Shapes(engine)
+        self.num_sequences, self._shapes = num_sequences, Shapes(engine)
         self._rows_memory: DeviceCaches | None = None
         self._images: DeviceImages | None = None
         if spec is not None:
@@ -97,6 +97,7 @@ class TensorRtRunner(Runner):
             self._rows_memory, self._capacity = memory, memory.capacity
             self.kv_pool = SlotPool(memory, num_sequences, capacity)
             self._images = DeviceImages(device, engine, spec.vocab_size)
+        self._recurrent = self.states = open_states(engine, device, spec, max(max_rows, tree_rows))
         self._adapters: DeviceAdapters | None = None
         if adapters:
             self._adapters = DeviceAdapters(
@@ -115,7 +116,7 @@ class TensorRtRunner(Runner):
         self._passes = PassRunner(
             engine=engine,
             device=device,
-            fixed={**(memory.addresses if memory is not None else {}), **fixed},
+            fixed={**_addresses(memory, self._recurrent), **fixed},
             arguments_bytes=packed_bytes(self._arguments(maximum, has_adapters=True)),
             picks_bytes=packed_bytes(self._picks(maximum)),
             after=memory.append if memory is not None else _nothing,
@@ -207,6 +208,8 @@ class TensorRtRunner(Runner):
         self._is_asked = False
         if self._rows_memory is not None:
             self._rows_memory.on_synchronized()
+        if self._recurrent is not None:
+            self._recurrent.on_synchronized()
 
     def prepare(self) -> None:
         """Create contexts, and record the pass of plain decoding."""
@@ -228,6 +231,8 @@ class TensorRtRunner(Runner):
         """See `Runner`."""
         if not isinstance(draft, TensorRtRunner) or draft._device.stream != self._device.stream:
             return None
+        if self._recurrent is not None or draft._recurrent is not None:
+            return None  # the host commits accepted tokens to their states
         if len({graph_io.SEQUENCES in each._engine.tensors for each in (self, draft)}) > 1:
             return None
         return open_rounds(self, draft, growth, self._device)
@@ -392,6 +397,14 @@ class TensorRtRunner(Runner):
         self._device.synchronize()
         found = host.view(dtype).reshape(self._shapes.of(name, sizes))
         return found.astype(np.float32) if dtype.kind == "f" else found.copy()
+
+
+def _addresses(*memories: DeviceCaches | DeviceStates | None) -> dict[str, int]:
+    """Addresses of tensors of these memories."""
+    found: dict[str, int] = {}
+    for memory in memories:
+        found |= memory.addresses if memory is not None else {}
+    return found
 
 
 def _nothing(*_: int) -> None:

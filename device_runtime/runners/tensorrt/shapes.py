@@ -19,6 +19,7 @@ VARYING = {  # sizes of the dimensions that vary, in their order
     graph_io.INPUT_IDS: (ROWS,),
     graph_io.POSITION_IDS: (ROWS,),
     graph_io.TREE_MASK: (ROWS, COLUMNS),
+    graph_io.PARENT_ROWS: (ROWS,),
     graph_io.LOGITS_INDEX: (OUTPUTS,),
     graph_io.DRAFT_HIDDEN: (ROWS,),
     graph_io.HIDDEN_TAPS: (ROWS,),

@@ -13,7 +13,12 @@ import onnx_ir as ir
 import pytest
 
 from edgellm.build.tensorrt import builder
-from edgellm.build.tensorrt.known_faults import SWITCHES, compiler_switches, switches
+from edgellm.build.tensorrt.known_faults import (
+    SWITCHES,
+    compiler_switches,
+    known_refusal,
+    switches,
+)
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.target import Target
 from edgellm.core.errors import EdgeLLMError
@@ -111,3 +116,14 @@ def test_a_failed_build_hints_at_known_faults(
     wanted = switches(target.library.version, has_fp4=False)
     assert (trt.compiler_switches or "") == wanted
     assert bool(said) == bool(wanted)
+
+
+def test_recurrent_models_run_on_the_cpu_instead():
+    """TensorRT's operators do not compute them."""
+    model = ir.from_onnx_text(
+        '<ir_version: 11, opset_import: ["" : 21]> g (int64[6] state_table) => (int64[6] y)'
+        " { y = Identity(state_table) }"
+    )
+    target = Target(Library(Compiler("10.13.3.9"), is_ahead_of_time=False), 110)
+    hint = known_refusal(target, model, "Not implemented for PLUGIN_V3")
+    assert "--backend onnxruntime --device cpu" in hint

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +12,8 @@ import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
-from plugin_stub import Dim, Node, dim, plugin_package
+from node_stand_ins import stand_ins
+from plugin_stub import Node, bindings, plugin_package, sizes
 from portable import open_portable
 from tensorrt_bundles import TOWER, Bundles
 
@@ -147,18 +146,6 @@ def test_every_version_with_plugins_supports_batches(bundle, tmp_path):
 
 
 # ------------------------------------------------------ what NVIDIA's own package says
-def bindings() -> list[Path]:
-    """Folders of bindings: installed ones, and that of the environment variable."""
-    found = importlib.util.find_spec("tensorrt_bindings")
-    named = [Path(each) for each in os.environ.get("TENSORRT_BINDINGS", "").split(":") if each]
-    here = [Path(str(found.origin)).parent] if found is not None else []
-    return [each for each in (*here, *named) if (each / "plugin" / "_lib.py").exists()]
-
-
-def sizes(*dims: int | str) -> list[Dim]:
-    return [dim(each) for each in dims]
-
-
 @pytest.mark.skipif(
     not bindings(), reason="no tensorrt.plugin here: pip install tensorrt-cu13-bindings"
 )
@@ -303,62 +290,6 @@ def test_batches_need_edgellms_kernels(bundle):
 
 
 # ------------------------------------------------ a build, with functions in the kernels' place
-def stand_ins(heads: int, size: int) -> list[ir.Function]:
-    """Stand-ins with the nodes' shapes and types, since TensorRT-RTX supports no plugins."""
-    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
-    g (float16[1, n, {heads * size}] q) => (float16[1, n, {heads * size}] y) {{ y = Identity(q) }}
-    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
-    store_rows <given, plugin_namespace, plugin_version, aot>
-    (q, k, v, cos, sin, positions, write_index, table) => (y) {{
-        axis = Constant<value = int64[1] {{2}}>()
-        rows = ReduceMean(k, axis)
-        values = ReduceMean(v, axis)
-        turned = ReduceMax<keepdims = 0>(cos)
-        back = ReduceMax<keepdims = 0>(sin)
-        wide = Cast<to = 10>(positions)
-        place = ReduceMax<keepdims = 0>(wide)
-        wide_index = Cast<to = 10>(write_index)
-        at = ReduceMax<keepdims = 0>(wide_index)
-        entries = Cast<to = 10>(table)
-        entry = ReduceMax<keepdims = 0>(entries)
-        y = Sum(q, rows, values, turned, back, place, at, entry)
-    }}
-    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
-    attend <given, plugin_namespace, plugin_version, aot>
-    (q, tree, positions, write_index, table) => (parts, stats) {{
-        shape = Constant<value = int64[3] {{-1, {heads}, {size}}}>()
-        wide = Cast<to = 1>(q)
-        apart = Reshape(wide, shape)
-        nodes = Cast<to = 1>(tree)
-        node = ReduceMax<keepdims = 0>(nodes)
-        places = Cast<to = 1>(positions)
-        place = ReduceMax<keepdims = 0>(places)
-        wide_index = Cast<to = 1>(write_index)
-        at = ReduceMax<keepdims = 0>(wide_index)
-        entries = Cast<to = 1>(table)
-        entry = ReduceMax<keepdims = 0>(entries)
-        parts = Sum(apart, node, place, at, entry)
-        last = Constant<value = int64[1] {{2}}>()
-        top = ReduceMax(parts, last)
-        one = Constant<value = int64[1] {{1}}>()
-        each = Unsqueeze(top, one)
-        times = Constant<value = int64[4] {{1, 16, 1, 2}}>()
-        stats = Tile(each, times)
-    }}
-    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
-    combine <given, plugin_namespace, plugin_version, aot> (parts, stats, sinks) => (y) {{
-        axes = Constant<value = int64[2] {{1, 3}}>()
-        weight = ReduceMean<keepdims = 0>(stats, axes)
-        last = Constant<value = int64[1] {{2}}>()
-        apart = Unsqueeze(weight, last)
-        sum = Mul(parts, apart)
-        shape = Constant<value = int64[3] {{1, -1, {heads * size}}}>()
-        whole = Reshape(sum, shape)
-        y = Cast<to = 10>(whole)
-    }}"""
-    return list(ir.from_onnx_text(text).functions.values())
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
 def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, family):
     """Values around the plugin nodes have matching types and shapes, in all profiles.

@@ -20,6 +20,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
     LARGEST_SHARED_BYTES,
     TARGETS,
     attend,
+    delta_rows,
     keep_rows,
     variants,
 )
@@ -31,8 +32,11 @@ SMALLEST = keep_rows(64, "fp16")
 def test_the_ptx_is_of_these_sources():
     archives = {path.name for path in prebuilt.FOLDER.iterdir()}
     assert archives == {prebuilt.archive_path(sm).name for sm in TARGETS}
-    hashes = {prebuilt.read_manifest(sm)["source_sha256"] for sm in TARGETS}
-    assert hashes == {prebuilt.source_hash()}, "run python -m edgellm.scripts.ptx"
+    for sm in TARGETS:
+        listed = prebuilt.read_manifest(sm)["kernels"]
+        for variant in variants(sm):
+            recipe = listed[variant.name]["recipe_sha256"]
+            assert recipe == prebuilt.recipe_hash(variant, sm), "run python -m edgellm.scripts.ptx"
     assert len({prebuilt.read_manifest(sm)["triton"] for sm in TARGETS}) == 1
 
 
@@ -84,6 +88,7 @@ def test_every_kernel_of_a_target_passes_its_gates(sm):
             shared_bytes=found.shared_bytes,
         )
         assert faults(variant, ptx, Assembled(entry["registers"], 0)) == []
+        assert entry["registers"] <= (variant.max_registers or 255), name
 
 
 def test_gpus_without_their_own_ptx():
@@ -151,6 +156,13 @@ def test_the_gates_can_fail(said, text, shared, spilled):
         )
         == []
     )
+
+
+def test_states_are_read_16_bytes_at_a_time():
+    variant, wide = delta_rows(128, takes=True), "ld.global.v4.b32 {%r1}, [%rd1];\n"
+    for times, said in ((3, ["a thread reads 48 bytes 16 at a time, not 64"]), (4, [])):
+        ptx = Ptx(entry="delta_rows", text=wide * times, version=85, target="sm_87", shared_bytes=0)
+        assert faults(variant, ptx, Assembled(128, 0)) == said
 
 
 def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):

@@ -20,7 +20,6 @@ NAMESPACE = "edgellm"  # of the plugins
 STORE_ROWS, ATTEND, COMBINE = "store_rows", "attend", "combine"
 # The one attribute of a node, JSON. `tensorrt.plugin` cannot read numbers with NumPy 2.4 or newer.
 GIVEN = "given"
-NODES = STORE_ROWS, ATTEND, COMBINE
 # Rows of partial sums at least: few queries share the context among as many programs as fit. So
 # the memory for sums grows with the rows of a pass and never shrinks.
 PARTIAL_ROWS, MOST_SHARES = 128, 16

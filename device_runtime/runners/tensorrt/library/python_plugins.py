@@ -23,10 +23,10 @@ from edgellm.device_runtime.runners.tensorrt.cuda.launch import DriverKernels, L
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     GIVEN,
     NAMESPACE,
-    PLUGINS,
     Plugin,
     Shapes,
 )
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import PLUGINS
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 
 _VERSION = "1"  # as nodes name it

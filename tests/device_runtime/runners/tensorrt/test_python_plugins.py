@@ -45,12 +45,12 @@ class Machine:
         python_plugins.register(self.trt, self.load)
         python_plugins.register(self.trt, self.load)  # a second engine of the process
 
-    def node(self, name: str) -> Any:
+    def node(self, name: str, given: dict[str, Any]) -> Any:
         """Create a node from attributes of graph and plan, and a context."""
         trt = self.trt
         creator = trt.get_plugin_registry().get_creator(name, "1", NAMESPACE)
         assert [field.name for field in creator.field_names] == [GIVEN]
-        text = np.frombuffer(json.dumps(ATTRIBUTE).encode(), np.int8)
+        text = np.frombuffer(json.dumps(given).encode(), np.int8)
         field = trt.PluginField(GIVEN, text, trt.PluginFieldType.CHAR)
         built = creator.create_plugin(name, [field], trt.TensorRTPhase.BUILD)
         assert built.initialized == {
@@ -63,9 +63,11 @@ class Machine:
         assert (copied.plugin_name, copied.plugin_namespace) == (name, NAMESPACE)
         return copied
 
-    def run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
+    def run(
+        self, name: str, *inputs: np.ndarray, given: dict[str, Any] = ATTRIBUTE
+    ) -> list[np.ndarray]:
         """Run a node; return its outputs."""
-        node, trt = self.node(name), self.trt
+        node, trt = self.node(name, given), self.trt
         found = node.get_output_shapes([[dim(n) for n in x.shape] for x in inputs], [], Builder())
         kinds = node.get_output_data_types([])
         names = [kind.name.lower() for kind in kinds]
@@ -121,6 +123,36 @@ def test_three_nodes_compute_attention():
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("hgrl,hld->rhgd", weights / weights.sum(-1, keepdims=True), values)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, atol=4e-3)
+
+
+def test_nodes_compute_recurrent_layers():
+    """A chain whose first row follows the states."""
+    random, machine, width = np.random.default_rng(0), Machine(), 24
+    half = lambda *shape: random.standard_normal(shape).astype(np.float16)  # noqa: E731
+    wide = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
+    x, taps, window = half(1, ROWS, width), half(3, 1, width), half(2, width)
+    stored, state = np.zeros((CAPACITY, width), np.float16), wide(2, 8, 16)
+    keys, deltas = np.zeros((CAPACITY, 1, 8), np.float16), wide(CAPACITY, 2, 16)
+    decays = np.zeros((2, CAPACITY, 2), np.float32)
+    table = np.zeros(10, np.int64)
+    table[:4] = CAPACITY, CAPACITY ^ MAGIC, window.ctypes.data, stored.ctypes.data
+    table[6:] = [each.ctypes.data for each in (state, keys, deltas, decays)]
+    given = {"capability": 87, "entry": 0, "width": width, "size": 3}
+    parents = np.arange(-1, ROWS - 1)
+    (y,) = machine.run("convolve_rows", x, taps, parents, table, given=given)
+    rows = np.concatenate([window, x[0]]).astype(np.float64)
+    expected = sum(rows[at : at + ROWS] * taps[at] for at in range(3))
+    np.testing.assert_allclose(y[0], expected, atol=1e-2)
+    given |= {"entry": 1, "key_heads": 1, "heads": 2, "key_dim": 8, "value_dim": 16, "takes": 0}
+    q, k, v, g = wide(1, ROWS, 8), wide(1, ROWS, 8), wide(1, ROWS, 32), -abs(wide(1, ROWS, 2))
+    tree = np.tri(ROWS, dtype=np.int8)
+    (read,) = machine.run("delta_rows", q, k, v, g, g, tree, table, given=given)
+    after = state.astype(np.float64)
+    for row in range(ROWS):
+        added = k[0, row][:, None] * v[0, row].reshape(2, 1, 16)
+        after = after * np.exp(g[0, row])[:, None, None] + added
+        found = read[0, row].reshape(2, 16)
+        np.testing.assert_allclose(found, q[0, row] @ after, atol=1e-4)
 
 
 def test_each_layer_keeps_its_own_attribute_in_a_plan():

@@ -1,0 +1,8 @@
+"""All nodes whose kernels are edgellm's."""
+
+from __future__ import annotations
+
+from edgellm.device_runtime.runners.tensorrt.library import attention_nodes, recurrent_nodes
+
+PLUGINS = (*attention_nodes.PLUGINS, *recurrent_nodes.PLUGINS)
+NODES = tuple(plugin.name for plugin in PLUGINS)

@@ -1,0 +1,94 @@
+"""Functions in the place of plugin nodes, for TensorRT-RTX, which supports no plugins."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NAMESPACE
+
+
+def stand_ins(heads: int, size: int) -> list[ir.Function]:
+    """Functions with the shapes and types of attention's nodes."""
+    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
+    g (float16[1, n, {heads * size}] q) => (float16[1, n, {heads * size}] y) {{ y = Identity(q) }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    store_rows <given, plugin_namespace, plugin_version, aot>
+    (q, k, v, cos, sin, positions, write_index, table) => (y) {{
+        axis = Constant<value = int64[1] {{2}}>()
+        rows = ReduceMean(k, axis)
+        values = ReduceMean(v, axis)
+        turned = ReduceMax<keepdims = 0>(cos)
+        back = ReduceMax<keepdims = 0>(sin)
+        wide = Cast<to = 10>(positions)
+        place = ReduceMax<keepdims = 0>(wide)
+        wide_index = Cast<to = 10>(write_index)
+        at = ReduceMax<keepdims = 0>(wide_index)
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        y = Sum(q, rows, values, turned, back, place, at, entry)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    attend <given, plugin_namespace, plugin_version, aot>
+    (q, tree, positions, write_index, table) => (parts, stats) {{
+        shape = Constant<value = int64[3] {{-1, {heads}, {size}}}>()
+        wide = Cast<to = 1>(q)
+        apart = Reshape(wide, shape)
+        nodes = Cast<to = 1>(tree)
+        node = ReduceMax<keepdims = 0>(nodes)
+        places = Cast<to = 1>(positions)
+        place = ReduceMax<keepdims = 0>(places)
+        wide_index = Cast<to = 1>(write_index)
+        at = ReduceMax<keepdims = 0>(wide_index)
+        entries = Cast<to = 1>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        parts = Sum(apart, node, place, at, entry)
+        last = Constant<value = int64[1] {{2}}>()
+        top = ReduceMax(parts, last)
+        one = Constant<value = int64[1] {{1}}>()
+        each = Unsqueeze(top, one)
+        times = Constant<value = int64[4] {{1, 16, 1, 2}}>()
+        stats = Tile(each, times)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    combine <given, plugin_namespace, plugin_version, aot> (parts, stats, sinks) => (y) {{
+        axes = Constant<value = int64[2] {{1, 3}}>()
+        weight = ReduceMean<keepdims = 0>(stats, axes)
+        last = Constant<value = int64[1] {{2}}>()
+        apart = Unsqueeze(weight, last)
+        sum = Mul(parts, apart)
+        shape = Constant<value = int64[3] {{1, -1, {heads * size}}}>()
+        whole = Reshape(sum, shape)
+        y = Cast<to = 10>(whole)
+    }}"""
+    return list(ir.from_onnx_text(text).functions.values())
+
+
+def recurrent_stand_ins() -> list[ir.Function]:
+    """Functions with the shapes and types of the nodes of recurrent layers."""
+    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
+    g (float16[1, n, 8] q) => (float16[1, n, 8] y) {{ y = Identity(q) }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    convolve_rows <given, plugin_namespace, plugin_version, aot>
+    (x, taps, parents, table) => (y) {{
+        tap = ReduceMax<keepdims = 0>(taps)
+        above = Cast<to = 10>(parents)
+        parent = ReduceMax<keepdims = 0>(above)
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        y = Sum(x, tap, parent, entry)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    delta_rows <given, plugin_namespace, plugin_version, aot>
+    (q, k, v, g, b, tree, table) => (y) {{
+        axis = Constant<value = int64[1] {{2}}>()
+        query = ReduceMean(q, axis)
+        key = ReduceMean(k, axis)
+        decay = ReduceMean(g, axis)
+        rate = ReduceMean(b, axis)
+        nodes = Cast<to = 1>(tree)
+        node = ReduceMax<keepdims = 0>(nodes)
+        entries = Cast<to = 1>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        y = Sum(v, query, key, decay, rate, node, entry)
+    }}"""
+    return list(ir.from_onnx_text(text).functions.values())
