@@ -130,9 +130,15 @@ DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is
 # A decoder takes both for all images of a prompt as inputs: token id V + n is row n.
 
 
+# Encoders of a chat model's audio. One clip is one run. A module of
+# `edgellm.multimodal.audio_features` makes its features; a decoder takes the rows as image rows.
+AUDIO_MASK = "audio_mask"  # bool [W, T]; false: tokens of a window's padding
+AUDIO_EMBEDS = "audio_embeds"  # activations [rows, H]; rows after the clip's tokens are padding
+
+
 # Speech models. The encoder computes the keys and values of a window for each layer of the decoder,
 # which takes them as inputs of the same names.
-INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]
+INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]; other sizes in chat models
 CROSS = "cross."  # prefix of `cross_name`
 
 

@@ -1,4 +1,4 @@
-"""Extracts the language model of a vision-language checkpoint as a checkpoint.
+"""Extracts the language model of a checkpoint with encoders of images or audio as a checkpoint.
 
 Transformers 5 nests its config in `text_config` and names its tensors `model.language_model.*`;
 older checkpoints of the hub have flat configs and other prefixes.
@@ -34,7 +34,8 @@ class _Family:
     # Parts of tensors' names in the text architecture by those of files
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
-    has_encoder: bool = True  # False: its encoder is not supported, only its language model
+    sees: bool = True  # False: no visual encoder, or an unsupported one
+    audio_token: tuple[str, int] | None = None  # key of its tokens of audio, and its default
 
 
 _QWEN_KEYS = (
@@ -66,7 +67,7 @@ _FAMILIES = {
         ignored=_GENERATOR,
     ),
     "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
-    "gemma3n": _Family(omits_tying=True, has_encoder=False),
+    "gemma3n": _Family(omits_tying=True, sees=False),
     "gemma4": _Family(
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
@@ -84,6 +85,7 @@ _FAMILIES = {
     "qwen3_vl_moe": _Family(
         text_type="qwen3_moe", text_keys={"norm_topk_prob": True}, interleaves_axes=True
     ),
+    "qwen3_asr": _Family(sees=False, audio_token=("audio_token_id", 151676)),
     "qwen3_5": _Family(interleaves_axes=True),
     "qwen3_5_moe": _Family(interleaves_axes=True),
     "internvl": _Family(),
@@ -121,7 +123,18 @@ def is_vlm(checkpoint: Checkpoint) -> bool:
 
 def supported() -> list[str]:
     """The model types of vision-language models whose encoder is supported."""
-    return sorted(name for name, family in _FAMILIES.items() if family.has_encoder)
+    return sorted(name for name, family in _FAMILIES.items() if family.sees)
+
+
+def takes_audio(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint has an audio encoder that is supported."""
+    config = checkpoint.config
+    family = _FAMILIES.get(str(config.get("model_type")))
+    return (
+        family is not None
+        and family.audio_token is not None
+        and config.get("audio_config") is not None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +142,7 @@ class TextTower:
     """The language model of a checkpoint."""
 
     checkpoint: Checkpoint
-    images: ImageSpec | None = None  # None: text only
+    images: ImageSpec | None = None  # of its images and audio; None: text only
     prefix: str = "model."  # of its tensors in the whole checkpoint
     head_prefix: str = "lm_head."
     renamed: Mapping[str, str] = field(default_factory=dict)  # parts of files by those of its names
@@ -155,8 +168,8 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     config, infos = checkpoint.config, checkpoint.tensors.infos()
     reader = ConfigReader(config)
     images = None
-    if is_vlm(checkpoint):
-        images = _image_spec(reader)
+    if is_vlm(checkpoint) or takes_audio(checkpoint):
+        images = _image_spec(reader, sees=is_vlm(checkpoint), hears=takes_audio(checkpoint))
     prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in (*_TEXT_PREFIXES, "")])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
     family = _FAMILIES[config["model_type"]]
@@ -263,17 +276,23 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, **family.text_keys, **tied, "model_type": model_type}
 
 
-def _image_spec(reader: ConfigReader) -> ImageSpec:
+def _image_spec(reader: ConfigReader, *, sees: bool, hears: bool) -> ImageSpec:
     model_type = reader.read("model_type", str)
-    token_id = reader.optional("image_token_index", int)  # its first name
-    if token_id is None:
-        token_id = reader.read("image_token_id", int)
-    indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
+    family, token_id, indexes, audio_token_id = _FAMILIES[model_type], None, [], None
+    if sees:
+        token_id = reader.optional("image_token_index", int)  # its first name
+        if token_id is None:
+            token_id = reader.read("image_token_id", int)
+        indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
+    if hears:
+        assert family.audio_token is not None
+        audio_token_id = reader.read(family.audio_token[0], int, family.audio_token[1])
     return ImageSpec(
         model_type=model_type,
         token_id=token_id,
+        audio_token_id=audio_token_id,
         num_deepstack=len(indexes),
-        bidirectional_tokens=_bidirectional_tokens(reader, _FAMILIES[model_type]),
+        bidirectional_tokens=_bidirectional_tokens(reader, family) if sees else 0,
     )
 
 

@@ -33,11 +33,7 @@ class Windows:
     def prepare(cls, op: Op, slots: ir.Value, mask: ir.Value, rows: ir.Value, size: int) -> Windows:
         """Append nodes that windowed layers share; `mask` bool [W, Z] is true for real patches."""
         with op.scope("windows"):
-            shut = op.constant(_MASKED[op.dtype], op.dtype)
-            additive = op.Where(mask, op.constant(0, op.dtype), shut)
-            columns = op.Unsqueeze(additive, op.constant([1, 2]))  # [W, 1, 1, Z]
-            # Both ONNX Runtime and TensorRT broadcast a mask over heads, but not over its rows.
-            full = op.Expand(columns, op.constant([1, 1, size, 1]))
+            full = additive_mask(op, mask, size)
             return cls(slots=slots, rows=rows, mask=full, size=size)
 
 
@@ -93,6 +89,21 @@ class PatchEmbedding:
                 stored = self.weights.take("bias", (self.size,), op.dtype)
                 x = op.Add(x, op.cast(op.parameter(stored), op.dtype))
             return x
+
+
+def additive_mask(op: Op, mask: ir.Value, size: int | None = None) -> ir.Value:
+    """Mask of windows: bool [W, Z] of real rows -> additive [W, 1, Z, Z]; `size` is Z, if fixed."""
+    shut = op.constant(_MASKED[op.dtype], op.dtype)
+    additive = op.Where(mask, op.constant(0, op.dtype), shut)
+    columns = op.Unsqueeze(additive, op.constant([1, 2]))  # [W, 1, 1, Z]
+    one = op.constant([1])
+    shape = (
+        op.Concat(one, one, op.Shape(mask, start=1), one, axis=0)
+        if size is None
+        else op.constant([1, 1, size, 1])
+    )
+    # Both ONNX Runtime and TensorRT broadcast a mask over heads, but not over its rows.
+    return op.Expand(columns, shape)
 
 
 def attend(

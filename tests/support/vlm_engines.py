@@ -97,7 +97,7 @@ MROPE = replace(
     },
 )
 # Base of a draft of `eagle_reference`.
-_UNDER_DRAFT = {
+UNDER_DRAFT = {
     "hidden_size": BASE_HIDDEN,
     "num_hidden_layers": BASE_LAYERS,
     "num_attention_heads": 6,
@@ -182,7 +182,7 @@ def build_vlm(
     **limits: int,
 ) -> Engines:
     """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
-    base = _UNDER_DRAFT if draft is not None else {}
+    base = UNDER_DRAFT if draft is not None else {}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
     source, options = open_checkpoint(str(checkpoint)), ExportOptions(dtype=dtype)
     found = Engines(model_type, checkpoint, folder / "engine", folder / "visual_engine")

@@ -47,9 +47,8 @@ def edgellm_serve(flags: ServeFlags, spec_flags: SpecFlags) -> None:
 
     keys = settings.read_keys(flags.api_key_file) if flags.api_key_file is not None else frozenset()
     settings.require_safe(flags.host, has_keys=bool(keys), allow_no_key=flags.allow_no_key)
-    maximum = (
-        settings.IMAGE_BODY_BYTES if flags.multimodal_engine_dirs else settings.TEXT_BODY_BYTES
-    )
+    has_encoders = flags.multimodal_engine_dirs or flags.audio_engine_dirs
+    maximum = settings.IMAGE_BODY_BYTES if has_encoders else settings.TEXT_BODY_BYTES
     wanted = settings.Settings(
         key_hashes=keys,
         local_only=settings.is_loopback(flags.host) and not keys,
@@ -69,6 +68,7 @@ def edgellm_serve(flags: ServeFlags, spec_flags: SpecFlags) -> None:
         flags.model_name,
         draft,
         wanted.memory_bytes,
+        audio=flags.audio_engine_dirs or (),
     )
     loading = Loading(
         spec=how,

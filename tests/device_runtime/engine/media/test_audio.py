@@ -1,0 +1,187 @@
+"""Audio in prompts of chat models, against transformers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+
+import numpy as np
+import pytest
+from audio_checkpoints import AudioReference, build_audio_model
+from eagle_engines import EAGLE3
+from made_once import made_once
+from manifests import read_manifest, write_manifest
+from speech_checkpoints import chirp, write_wav
+
+from edgellm.core.errors import BrokenArtifactError, RequestError
+from edgellm.core.graph_io import INPUT_FEATURES
+from edgellm.core.manifest import AUDIO_ENGINE, load_engine
+from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.networks.encoder import open_encoder
+from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.export import audio
+from edgellm.multimodal.audio import read_audio
+from edgellm.multimodal.audio_features import prepare
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FAMILIES = audio.supported()
+GREEDY = SamplingParams(temperature=0.0)
+SECONDS = (0.3, 1.0, 2.63, 5.2)  # less than the least clip, a chunk, windows of two seconds
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engines(request, tmp_path_factory):
+    pytest.importorskip("torch")
+    name = f"audio_{request.param}"
+    return made_once(
+        tmp_path_factory, name, lambda folder: build_audio_model(folder, request.param)
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(engines):
+    return AudioReference(engines.checkpoint)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_features_and_rows_are_those_of_transformers(engines, reference, seconds):
+    samples, manifest = chirp(seconds), load_engine(engines.audio_engine, AUDIO_ENGINE)
+    clip = prepare(samples, manifest.audio_encoder)
+    chunks = clip.inputs[INPUT_FEATURES]  # [windows, chunks, mel bins, frames]
+    own = chunks.transpose(2, 0, 1, 3).reshape(chunks.shape[2], -1)
+    wanted = reference.inputs("<|audio_start|><|audio_pad|><|audio_end|>", [samples])
+    features = wanted["input_features"][0].numpy()
+    np.testing.assert_allclose(own[:, : features.shape[1]], features, atol=1e-5)
+    rows = open_encoder(engines.audio_engine, manifest).encode(clip.inputs)[0]
+    expected = reference.rows(samples)
+    assert clip.num_tokens == len(expected)
+    np.testing.assert_allclose(rows[: clip.num_tokens], expected, atol=2e-4)
+
+
+def test_greedy_answers_are_those_of_transformers(engines, reference, tmp_path):
+    path = write_wav(tmp_path / "a.wav", chirp(2.63))
+    content = [{"type": "audio", "audio": str(path)}, {"type": "text", "text": "w1 w2"}]
+    messages = [{"role": "user", "content": content}]
+    with LLM(engines.engine, audio_engine_dir=engines.audio_engine) as llm:
+        output = llm.generate(messages, sampling=GREEDY, max_generate_length=12)
+        found = _ids(output)
+        text = llm.formatter.format(messages)
+    ids, wanted = reference.answer(text, [read_audio(path)], 12)
+    assert output.prompt_token_count == len(ids)
+    assert found == wanted
+
+
+def _messages(*clips, text="w1 w2"):
+    items = [{"type": "audio", "audio": str(clip)} for clip in clips]
+    return [{"role": "user", "content": [*items, {"type": "text", "text": text}]}]
+
+
+def _ids(output):
+    return [token for step in output for token in step.token_ids]
+
+
+def test_drafts_of_ngrams_change_no_output(engines, tmp_path):
+    path = write_wav(tmp_path / "a.wav", chirp(1.2))
+    found = []
+    for spec in (None, SpecOptions(network=None, lookups=("ngram",))):
+        with LLM(engines.engine, spec=spec, audio_engine_dir=engines.audio_engine) as llm:
+            output = llm.generate(_messages(path), sampling=GREEDY, max_generate_length=40)
+            found.append(_ids(output))
+    assert found[0] == found[1]
+
+
+@pytest.mark.nightly
+def test_eagle_drafts_change_no_output(tmp_path):
+    made = build_audio_model(tmp_path, FAMILIES[0], draft=EAGLE3)
+    path, found = write_wav(tmp_path / "a.wav", chirp(1.2)), []
+    for spec in (None, SpecOptions(top_k=2, steps=3, verify_size=12)):
+        with LLM(made.engine, spec=spec, audio_engine_dir=made.audio_engine) as llm:
+            output = llm.generate(_messages(path), sampling=GREEDY, max_generate_length=40)
+            found.append(_ids(output))
+    assert found[0] == found[1]
+
+
+def test_clips_are_encoded_once_and_prompts_are_reused(engines, tmp_path, monkeypatch):
+    paths = [write_wav(tmp_path / f"{seed}.wav", chirp(1.2, seed)) for seed in (0, 1)]
+    with LLM(engines.engine, audio_engine_dir=engines.audio_engine, context_reuse=True) as llm:
+        runs, encode = [], llm.audio._network.encode
+        monkeypatch.setattr(llm.audio._network, "encode", lambda x: (runs.append(1), encode(x))[1])
+        first, again, other = (
+            llm.generate(_messages(path), sampling=GREEDY, max_generate_length=8)
+            for path in (paths[0], paths[0], paths[1])
+        )
+        outputs = [_ids(each) for each in (first, again, other)]
+    assert len(runs) == 2
+    assert outputs[0] == outputs[1]
+    with LLM(engines.engine, audio_engine_dir=engines.audio_engine) as llm:
+        fresh = llm.generate(_messages(paths[1]), sampling=GREEDY, max_generate_length=8)
+        assert outputs[2] == _ids(fresh)  # not of the other clip's KV cache
+
+
+def test_silence_is_audio(engines, tmp_path):
+    path = write_wav(tmp_path / "a.wav", np.zeros(16000, np.float32))
+    with LLM(engines.engine, audio_engine_dir=engines.audio_engine) as llm:
+        assert len(_ids(llm.generate(_messages(path), max_generate_length=4))) > 0
+
+
+def test_bad_audio_fails_in_one_line(engines, tmp_path):
+    long = write_wav(tmp_path / "long.wav", chirp(9))
+    noise = tmp_path / "noise.wav"
+    noise.write_bytes(b"no audio" * 99)
+    empty = write_wav(tmp_path / "empty.wav", np.zeros(0, np.float32))
+    short = write_wav(tmp_path / "a.wav", chirp(1))
+    with LLM(engines.engine, audio_engine_dir=engines.audio_engine) as llm:
+        for messages, text in (
+            (_messages(long), r"has 9\.0 s, the engine takes 8"),
+            (_messages(noise), "holds no audio that can be read"),
+            (_messages(empty), "has no audio samples"),
+            (_messages(tmp_path / "none.wav"), "cannot read .*none.wav"),
+            (_messages("http://host/a.wav"), "recordings are not fetched from the network"),
+            ([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "no images"),
+            ([{"role": "user", "content": [{"type": "audio"}]}], "is not a path or a URI"),
+        ):
+            with pytest.raises(RequestError, match=text) as caught:
+                llm.generate(messages)
+            assert "\n" not in str(caught.value)
+    with (
+        LLM(engines.engine) as llm,
+        pytest.raises(RequestError, match="takes text only") as caught,
+    ):
+        llm.generate(_messages(short))
+    assert "--audioEngineDir" in caught.value.hint
+
+
+def test_engines_of_other_models_are_rejected(engines, tiny_engine, tmp_path):
+    with pytest.raises(BrokenArtifactError, match="the engine takes text only: it was not exp"):
+        LLM(tiny_engine, audio_engine_dir=engines.audio_engine)
+    with pytest.raises(BrokenArtifactError, match="is of kind llm_engine, not audio_engine"):
+        LLM(engines.engine, audio_engine_dir=engines.engine)
+    other = tmp_path / "audio"
+    shutil.copytree(engines.audio_engine, other)
+    raw = read_manifest(other)
+    raw["spec"]["hidden_size"] = 64
+    write_manifest(other, raw)
+    with pytest.raises(BrokenArtifactError, match="another model: hidden size 64, the engine has"):
+        LLM(engines.engine, audio_engine_dir=other)
+
+
+def test_request_files_hold_audio(engines, command_here, tmp_path):
+    path = write_wav(tmp_path / "a.wav", chirp(1.2))
+    data = "data:audio/wav;base64," + base64.b64encode(path.read_bytes()).decode()
+    requests = [{"messages": _messages(source)} for source in (path, data, tmp_path / "none.wav")]
+    source = tmp_path / "in.json"
+    source.write_text(
+        json.dumps({"temperature": 0, "max_generate_length": 6, "requests": requests})
+    )
+    result = command_here(
+        "llm_inference", "--engineDir", engines.engine, "--audioEngineDir", engines.audio_engine,
+        "--inputFile", source, "--outputFile", tmp_path / "out.json",
+    )  # fmt: skip
+    assert result.returncode == 1
+    first, second, failed = json.loads((tmp_path / "out.json").read_text())["responses"]
+    assert first["output_text"] == second["output_text"]
+    assert first["prompt_token_count"] == second["prompt_token_count"] > 16
+    assert second["messages"][0]["content"][0]["audio"] == "data:audio/wav;base64"
+    assert "none.wav" in failed["error"]["message"]

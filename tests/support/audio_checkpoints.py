@@ -1,0 +1,175 @@
+"""Tiny random chat models that take audio, their engines, and transformers' processors."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from eagle_reference import Layout, make_draft
+from vlm_engines import UNDER_DRAFT
+
+from edgellm.build.engine import build_engine
+from edgellm.build.plan import Plan, audio_plan
+from edgellm.export import audio
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.audio import export_audio
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.encoder import EncoderOptions
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
+
+VOCABULARY = 96
+WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant", "system"]
+QWEN = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
+_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }} : "
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for item in message['content'] %}{% if item['type'] == 'audio' %}PLACEHOLDER"
+    "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Words w0, w1, ... and the special tokens; a template with a placeholder for audio."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*WORDS, *QWEN]
+    words += [f"w{index}" for index in range(VOCABULARY - len(words))]
+    tokenizer = Tokenizer(
+        models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>", *QWEN])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "</s>",
+        "chat_template": _TEMPLATE.replace("PLACEHOLDER", "".join(QWEN)),
+        "extra_special_tokens": {
+            "audio_bos_token": QWEN[0],
+            "audio_token": QWEN[1],
+            "audio_eos_token": QWEN[2],
+        },
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
+    """A whole checkpoint, every parameter random; `text` changes its text_config."""
+    import torch
+    from transformers import AutoConfig, AutoModelForMultimodalLM
+
+    torch.manual_seed(0)
+    tiny = json.loads(json.dumps(audio.find(model_type).TINY))
+    own = {"vocab_size": VOCABULARY, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    tiny["text_config"] |= {**own, **text}
+    tiny["audio_token_id"] = len(WORDS) + 1
+    tiny["eos_token_id"] = tiny["pad_token_id"] = 2
+    if "hidden_size" in text and "output_dim" in tiny["audio_config"]:
+        tiny["audio_config"]["output_dim"] = text["hidden_size"]
+    model = AutoModelForMultimodalLM.from_config(AutoConfig.for_model(**tiny))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2)
+            elif ("norm" in name or "ln_" in name) and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    extractor(model_type).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def extractor(model_type: str) -> Any:
+    """The feature extractor of a model's TINY."""
+    import transformers
+
+    bins = audio.find(model_type).TINY["audio_config"]["num_mel_bins"]
+    return transformers.Qwen3ASRFeatureExtractor(feature_size=bins)
+
+
+@dataclass(frozen=True)
+class AudioEngines:
+    """One checkpoint with its engines."""
+
+    checkpoint: Path
+    engine: Path
+    audio_engine: Path
+
+
+def build_audio_model(folder: Path, model_type: str, draft: Layout | None = None) -> AudioEngines:
+    """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
+    base = UNDER_DRAFT if draft is not None else {}
+    checkpoint = make_audio_model(folder / "checkpoint", model_type, **base)
+    source = open_checkpoint(str(checkpoint))
+    found = AudioEngines(checkpoint, folder / "engine", folder / "audio_engine")
+    plan = Plan(
+        max_input_len=256, kv_capacity=320, threads=1, quantize="none", max_verify_tree_size=12
+    )
+    options = ExportOptions(dtype="fp32")
+    if draft is not None:
+        make_draft(folder / "draft", draft)
+        network = open_draft(str(folder / "draft"))
+        export_draft(network, source, folder / "draft_bundle", DraftOptions("fp32"))
+        plan = replace(plan, max_draft_tree_size=12)
+        _build("draft", folder / "draft_bundle", found.engine, plan)
+        options = replace(options, draft_model_dir=str(folder / "draft"))
+    export_llm(source, folder / "bundle", options)
+    export_audio(source, folder / "audio_bundle", EncoderOptions("fp32"))
+    _build("llm", folder / "bundle", found.engine, plan)
+    _build("audio", folder / "audio_bundle", found.audio_engine, audio_plan(8, 1))
+    return found
+
+
+def _build(product: str, bundle: Path, engine: Path, plan: Plan) -> None:
+    build_engine(product, bundle, engine, plan, "onnxruntime", lambda _: None)
+
+
+class AudioReference:
+    """The checkpoint and its processor in transformers."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from transformers import AutoModelForMultimodalLM, PreTrainedTokenizerFast
+        from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
+
+        self.model = AutoModelForMultimodalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+        self.processor = Qwen3ASRProcessor(extractor(self.model.config.model_type), tokenizer)
+
+    def inputs(self, text: str, clips: list[np.ndarray]) -> dict[str, Any]:
+        """What the processor makes of a prompt with placeholders."""
+        return dict(self.processor(text=[text], audio=clips, sampling_rate=16000))
+
+    def rows(self, samples: np.ndarray) -> np.ndarray:
+        """The encoder's rows of a clip."""
+        import torch
+
+        inputs = self.inputs("".join(QWEN), [samples])
+        with torch.no_grad():
+            found = self.model.get_audio_features(
+                inputs["input_features"], inputs["input_features_mask"]
+            )
+        return found.pooler_output.numpy()
+
+    def answer(self, text: str, clips: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
+        """Ids of the prompt, and greedy ids after it."""
+        import torch
+
+        inputs = self.inputs(text, clips)
+        with torch.no_grad():
+            found = self.model.generate(
+                **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
+            )
+        ids = inputs["input_ids"][0].tolist()
+        return ids, found[0, len(ids) :].tolist()
