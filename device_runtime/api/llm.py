@@ -130,13 +130,7 @@ class LLM:
             self._drafters = Drafters(
                 engine=folder, base=self.manifest, network=base, options=how, verify=verify
             )
-        manager = KVCacheManager(
-            base=base,
-            prefill_rows=self.manifest.prefill_rows,
-            drafts=self._drafters.caches if self._drafters else (),
-            no_images=_no_images(self.manifest.decoder),
-            reuses_context=context_reuse,
-        )
+        manager = self._new_manager(base, reuses_context=context_reuse)
         self._kv_cache_manager: KVCacheManager | None = manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, manager, max_stall_ms, self.batch_size, tree_rows)
@@ -146,6 +140,15 @@ class LLM:
         self.audio: AudioReader | None = None
         self._open_encoders(multimodal_engine_dir, audio_engine_dir, verify)
         self._guidance = _guidance(folder, self.manifest)
+
+    def _new_manager(self, base: DecoderNetwork, *, reuses_context: bool) -> KVCacheManager:
+        return KVCacheManager(
+            base=base,
+            prefill_rows=self.manifest.prefill_rows,
+            drafts=self._drafters.caches if self._drafters else (),
+            no_images=_no_images(self.manifest.decoder),
+            reuses_context=reuses_context,
+        )
 
     def _open_encoders(
         self, visual: Path | str | None, audio: Path | str | None, verify: bool | None
