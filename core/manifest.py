@@ -167,7 +167,7 @@ class Bundle(_OfANetwork):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(_OfANetwork):
-    """Output of `llm_build` and the builds of encoders: graphs compiled for a machine.
+    """Output of `llm_build` and `visual_build`, or `audio_build`: graphs for a machine.
 
     A limit is 0 where the product does not have it.
     """

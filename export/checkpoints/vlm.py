@@ -95,6 +95,7 @@ _FAMILIES = {
     "mistral3": _Family(omits_tying=True),
     "idefics3": _Family(),
     "smolvlm": _Family(),
+    "voxtral": _Family(sees=False, audio_token=("audio_token_id", 24)),
 }
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _BACKBONE = "backbone."  # of Nemotron-H

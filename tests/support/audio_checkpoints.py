@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from vlm_engines import UNDER_DRAFT
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, audio_plan
 from edgellm.export import audio
+from edgellm.export.audio import voxtral
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.audio import export_audio
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
@@ -24,6 +26,11 @@ from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 VOCABULARY = 96
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant", "system"]
 QWEN = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
+VOXTRAL = "[BEGIN_AUDIO]", "[AUDIO]"
+SPECIAL = [*QWEN, *VOXTRAL]
+# A clip in templates, and the token of its rows
+PLACEHOLDERS = {"qwen3_asr": ("".join(QWEN), QWEN[1]), "voxtral": ("".join(VOXTRAL), VOXTRAL[1])}
+WINDOW_FRAMES = 2 * voxtral.TINY["audio_config"]["max_source_positions"]
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -33,23 +40,23 @@ _TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, model_type: str) -> None:
     """Words w0, w1, ... and the special tokens; a template with a placeholder for audio."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = [*WORDS, *QWEN]
+    words = [*WORDS, *SPECIAL]
     words += [f"w{index}" for index in range(VOCABULARY - len(words))]
     tokenizer = Tokenizer(
         models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>", "</s>", *QWEN])
+    tokenizer.add_special_tokens(["<s>", "</s>", *SPECIAL])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "bos_token": "<s>",
         "eos_token": "</s>",
         "pad_token": "</s>",
-        "chat_template": _TEMPLATE.replace("PLACEHOLDER", "".join(QWEN)),
+        "chat_template": _TEMPLATE.replace("PLACEHOLDER", PLACEHOLDERS[model_type][0]),
         "extra_special_tokens": {
             "audio_bos_token": QWEN[0],
             "audio_token": QWEN[1],
@@ -65,11 +72,11 @@ def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(3)
     tiny = json.loads(json.dumps(audio.find(model_type).TINY))
     own = {"vocab_size": VOCABULARY, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
     tiny["text_config"] |= {**own, **text}
-    tiny["audio_token_id"] = len(WORDS) + 1
+    tiny["audio_token_id"] = [*WORDS, *SPECIAL].index(PLACEHOLDERS[model_type][1])
     tiny["eos_token_id"] = tiny["pad_token_id"] = 2
     if "hidden_size" in text and "output_dim" in tiny["audio_config"]:
         tiny["audio_config"]["output_dim"] = text["hidden_size"]
@@ -84,7 +91,7 @@ def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
                 parameter.normal_(0, 0.3)
     model.save_pretrained(folder)
     extractor(model_type).save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, model_type)
     return folder
 
 
@@ -93,6 +100,10 @@ def extractor(model_type: str) -> Any:
     import transformers
 
     bins = audio.find(model_type).TINY["audio_config"]["num_mel_bins"]
+    if model_type == "voxtral":
+        return transformers.WhisperFeatureExtractor(
+            feature_size=bins, chunk_length=WINDOW_FRAMES // 100
+        )
     return transformers.Qwen3ASRFeatureExtractor(feature_size=bins)
 
 
@@ -139,28 +150,52 @@ class AudioReference:
     def __init__(self, checkpoint: Path) -> None:
         import torch
         from transformers import AutoModelForMultimodalLM, PreTrainedTokenizerFast
-        from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
 
         self.model = AutoModelForMultimodalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
-        self.processor = Qwen3ASRProcessor(extractor(self.model.config.model_type), tokenizer)
+        self.model_type = self.model.config.model_type
+        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+        self.placeholder, self.token = PLACEHOLDERS[self.model_type]
 
     def inputs(self, text: str, clips: list[np.ndarray]) -> dict[str, Any]:
         """What the processor makes of a prompt with placeholders."""
-        return dict(self.processor(text=[text], audio=clips, sampling_rate=16000))
+        if self.model_type == "voxtral":
+            return self._voxtral(text, clips)
+        from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
+
+        processor = Qwen3ASRProcessor(extractor(self.model_type), self.tokenizer)
+        return dict(processor(text=[text], audio=clips, sampling_rate=16000))
+
+    def _voxtral(self, text: str, clips: list[np.ndarray]) -> dict[str, Any]:
+        """Features by the processor, which tokenizes with mistral-common only."""
+        from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+        given = {**VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": 160 * WINDOW_FRAMES}
+        given["max_source_positions"] = WINDOW_FRAMES
+        holder: Any = SimpleNamespace(feature_extractor=extractor("voxtral"))
+        features = VoxtralProcessor._retrieve_input_features(holder, clips, **given)
+        counts = [len(self._features(input_features=each[None])) for each in features]
+        assert len(clips) == 1
+        text = text.replace(self.token, self.token * sum(counts))
+        return {**self.tokenizer(text, return_tensors="pt"), "input_features": features}
+
+    def features(self, samples: np.ndarray) -> np.ndarray:
+        """Features of a clip, [mel bins, frames]."""
+        found = self.inputs(self.placeholder, [samples])["input_features"]
+        return np.concatenate([*found.numpy()], axis=-1)
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
         """The encoder's rows of a clip."""
+        inputs = self.inputs(self.placeholder, [samples])
+        named = ("input_features", "input_features_mask")
+        return self._features(**{name: inputs[name] for name in named if name in inputs})
+
+    def _features(self, **inputs: Any) -> np.ndarray:
         import torch
 
-        inputs = self.inputs("".join(QWEN), [samples])
         with torch.no_grad():
-            found = self.model.get_audio_features(
-                inputs["input_features"], inputs["input_features_mask"]
-            )
-        return found.pooler_output.numpy()
+            return self.model.get_audio_features(**inputs).pooler_output.numpy()
 
     def answer(self, text: str, clips: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and greedy ids after it."""

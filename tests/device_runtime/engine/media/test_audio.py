@@ -49,11 +49,11 @@ def reference(engines):
 def test_features_and_rows_are_those_of_transformers(engines, reference, seconds):
     samples, manifest = chirp(seconds), load_engine(engines.audio_engine, AUDIO_ENGINE)
     clip = prepare(samples, manifest.audio_encoder)
-    chunks = clip.inputs[INPUT_FEATURES]  # [windows, chunks, mel bins, frames]
-    own = chunks.transpose(2, 0, 1, 3).reshape(chunks.shape[2], -1)
-    wanted = reference.inputs("<|audio_start|><|audio_pad|><|audio_end|>", [samples])
-    features = wanted["input_features"][0].numpy()
-    np.testing.assert_allclose(own[:, : features.shape[1]], features, atol=1e-5)
+    features = clip.inputs[INPUT_FEATURES]  # [windows, ..., mel bins, frames]
+    order = (features.ndim - 2, *range(features.ndim - 2), features.ndim - 1)
+    own, wanted = features.transpose(order), reference.features(samples)
+    own = own.reshape(own.shape[0], -1)[:, : wanted.shape[1]]
+    np.testing.assert_allclose(own, wanted, atol=1e-5)
     rows = open_encoder(engines.audio_engine, manifest).encode(clip.inputs)[0]
     expected = reference.rows(samples)
     assert clip.num_tokens == len(expected)
@@ -70,7 +70,8 @@ def test_greedy_answers_are_those_of_transformers(engines, reference, tmp_path):
         text = llm.formatter.format(messages)
     ids, wanted = reference.answer(text, [read_audio(path)], 12)
     assert output.prompt_token_count == len(ids)
-    assert found == wanted
+    assert found == [token for token in wanted if token != 2]
+    assert len(found) > 3
 
 
 def _messages(*clips, text="w1 w2"):
