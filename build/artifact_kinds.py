@@ -275,8 +275,8 @@ def _require_audio(source: Path, bundle: Bundle, plan: Plan) -> None:
 
 
 def _audio_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
-    del bundle
-    return {"max_audio_s": plan.max_audio_s}
+    longest = bundle.audio_encoder.max_s or plan.max_audio_s
+    return {"max_audio_s": min(plan.max_audio_s, longest)}
 
 
 def remembered(product: str, plan: Plan) -> dict[str, Any]:

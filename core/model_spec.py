@@ -108,6 +108,8 @@ class ImageSpec:
     # The placeholder that a processor repeats for every row of an image; None: takes no images
     token_id: int | None
     audio_token_id: int | None = None  # that of audio; None: takes none
+    # Ids before and after the tokens of a clip, where a template writes the placeholder alone
+    audio_ends: tuple[int, ...] = ()
     num_deepstack: int = 0  # L of DEEPSTACK_EMBEDS
     # Maximum consecutive image tokens, which all attend to each other; 0: attention is causal.
     bidirectional_tokens: int = 0
@@ -268,10 +270,14 @@ class AudioEncoderSpec:
     hidden_size: int  # H of the language model, the width of `audio_embeds`
     num_parameters: int
     num_mel_bins: int  # of a frame; 0: frames are samples
-    chunk_frames: int  # of a chunk
+    chunk_frames: int  # of a chunk; of samples if there are no mel bins
     chunk_tokens: int  # of a whole chunk
     window_chunks: int = 1  # whose tokens attend to each other
     min_samples: int = 1  # of a clip; zeros follow a shorter one
+    max_s: int = 0  # of a clip; 0: any
+    block_rows: int = 0  # C of a conformer's blocks
+    past_slots: int = 0  # of a block, before its rows
+    future_slots: int = 0  # after them
 
 
 # ------------------------------------------------------------------ pages and bytes of KV caches

@@ -165,12 +165,12 @@ class LLM:
         self.formatter = replace(self.formatter, film_text=self.images.film_text)
 
     def _open_audio(self, folder: Path, verify: bool | None) -> None:
-        from edgellm.device_runtime.engine.media.audio import AudioReader, require_audio_decoder
+        from edgellm.device_runtime.engine.media import audio
 
-        token_id = require_audio_decoder(self.manifest)
-        token = self.tokenizer.token_name(token_id)
-        self.audio = AudioReader(
-            folder=folder, base=self.manifest, audio_token=token, verify=verify
+        ids = audio.require_audio_decoder(self.manifest)
+        texts = audio.AudioTexts(*map(self.tokenizer.token_name, ids))
+        self.audio = audio.AudioReader(
+            folder=folder, base=self.manifest, texts=texts, verify=verify
         )
 
     @property

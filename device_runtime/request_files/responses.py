@@ -230,7 +230,7 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
         image_token = llm.images.processor.image_token if llm.images is not None else ""
         marks = {
             **dict.fromkeys(("image", "video"), image_token),
-            "audio": llm.audio.audio_token if llm.audio is not None else "",
+            "audio": llm.audio.texts.token if llm.audio is not None else "",
         }
         parts = (system_messages, messages)
         system, text = (without_template(part, marks) for part in parts)

@@ -36,6 +36,8 @@ class _Family:
     ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
     sees: bool = True  # False: no visual encoder, or an unsupported one
     audio_token: tuple[str, int] | None = None  # key of its tokens of audio, and its default
+    # Keys and defaults of tokens around those of a clip, which its processor adds
+    audio_ends: tuple[tuple[str, int], ...] = ()
 
 
 _QWEN_KEYS = (
@@ -46,6 +48,8 @@ _QWEN_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
+_GEMMA4_AUDIO = ("audio_token_id", 258881)
+_GEMMA4_AUDIO_ENDS = ("boa_token_id", 256000), ("eoa_token_index", 258883)
 # The text model of Cosmos3-Edge computes as Arcee's does. Its checkpoint also has the layers of a
 # generator of images, which transformers ignores, too.
 _GENERATOR = re.compile(
@@ -72,12 +76,16 @@ _FAMILIES = {
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
         states_attention=True,
+        audio_token=_GEMMA4_AUDIO,
+        audio_ends=_GEMMA4_AUDIO_ENDS,
     ),
     "gemma4_unified": _Family(
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
         states_attention=True,
         attention="vision",
+        audio_token=_GEMMA4_AUDIO,
+        audio_ends=_GEMMA4_AUDIO_ENDS,
     ),
     "qwen2_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen2_5_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
@@ -279,7 +287,8 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _image_spec(reader: ConfigReader, *, sees: bool, hears: bool) -> ImageSpec:
     model_type = reader.read("model_type", str)
-    family, token_id, indexes, audio_token_id = _FAMILIES[model_type], None, [], None
+    family, token_id, indexes = _FAMILIES[model_type], None, []
+    audio_token_id, ends = None, tuple[int, ...]()
     if sees:
         token_id = reader.optional("image_token_index", int)  # its first name
         if token_id is None:
@@ -287,11 +296,14 @@ def _image_spec(reader: ConfigReader, *, sees: bool, hears: bool) -> ImageSpec:
         indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
     if hears:
         assert family.audio_token is not None
-        audio_token_id = reader.read(family.audio_token[0], int, family.audio_token[1])
+        key, usual = family.audio_token
+        audio_token_id = reader.read(key, int, usual)
+        ends = tuple(reader.read(key, int, usual) for key, usual in family.audio_ends)
     return ImageSpec(
         model_type=model_type,
         token_id=token_id,
         audio_token_id=audio_token_id,
+        audio_ends=ends,
         num_deepstack=len(indexes),
         bidirectional_tokens=_bidirectional_tokens(reader, family) if sees else 0,
     )

@@ -38,7 +38,12 @@ def build_audio(
         BrokenArtifactError: the checkpoint has no encoder, or one with wrong shapes.
     """
     op, spec = Op(dtype), config.spec(encoder.TINY["model_type"], 0)
-    kinds = {graph_io.AUDIO_MASK: ir.DataType.BOOL}
+    integer = ir.DataType.INT64
+    kinds = {
+        graph_io.AUDIO_MASK: ir.DataType.BOOL,
+        graph_io.AUDIO_ROWS: integer,
+        graph_io.AUDIO_SLOTS: integer,
+    }
     inputs = {
         name: declare(name, kinds.get(name, dtype), shape)
         for name, shape in audio_features.shapes(spec).items()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from eagle_reference import Layout, make_draft
-from vlm_engines import UNDER_DRAFT
+from vlm_engines import UNDER_DRAFT, by_whole_passes
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, audio_plan
@@ -27,9 +27,15 @@ VOCABULARY = 96
 WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant", "system"]
 QWEN = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
 VOXTRAL = "[BEGIN_AUDIO]", "[AUDIO]"
-SPECIAL = [*QWEN, *VOXTRAL]
+GEMMA = "<|audio>", "<|audio|>", "<audio|>"  # the processor adds the first and last
+SPECIAL = [*QWEN, *VOXTRAL, *GEMMA]
 # A clip in templates, and the token of its rows
-PLACEHOLDERS = {"qwen3_asr": ("".join(QWEN), QWEN[1]), "voxtral": ("".join(VOXTRAL), VOXTRAL[1])}
+PLACEHOLDERS = {
+    "qwen3_asr": ("".join(QWEN), QWEN[1]),
+    "voxtral": ("".join(VOXTRAL), VOXTRAL[1]),
+    "gemma4": (GEMMA[1], GEMMA[1]),
+    "gemma4_unified": (GEMMA[1], GEMMA[1]),
+}
 WINDOW_FRAMES = 2 * voxtral.TINY["audio_config"]["max_source_positions"]
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
@@ -77,6 +83,10 @@ def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
     own = {"vocab_size": VOCABULARY, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
     tiny["text_config"] |= {**own, **text}
     tiny["audio_token_id"] = [*WORDS, *SPECIAL].index(PLACEHOLDERS[model_type][1])
+    if model_type.startswith("gemma4"):
+        ends = ("boa_token_id", GEMMA[0]), ("eoa_token_index", GEMMA[2])
+        tiny |= {key: [*WORDS, *SPECIAL].index(token) for key, token in ends}
+        tiny |= {"image_token_id": VOCABULARY - 1, "video_token_id": VOCABULARY - 2}
     tiny["eos_token_id"] = tiny["pad_token_id"] = 2
     if "hidden_size" in text and "output_dim" in tiny["audio_config"]:
         tiny["audio_config"]["output_dim"] = text["hidden_size"]
@@ -89,6 +99,11 @@ def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("_min"):  # bounds of clipped layers
+                buffer.uniform_(-2.5, -1)
+            elif name.endswith("_max"):
+                buffer.uniform_(1, 2.5)
     model.save_pretrained(folder)
     extractor(model_type).save_pretrained(folder)
     write_tokenizer(folder, model_type)
@@ -99,7 +114,13 @@ def extractor(model_type: str) -> Any:
     """The feature extractor of a model's TINY."""
     import transformers
 
-    bins = audio.find(model_type).TINY["audio_config"]["num_mel_bins"]
+    config = audio.find(model_type).TINY["audio_config"]
+    if model_type == "gemma4_unified":
+        return transformers.Gemma4UnifiedAudioFeatureExtractor()
+    if model_type == "gemma4":
+        bins = config["subsampling_conv_channels"][0]
+        return transformers.Gemma4AudioFeatureExtractor(feature_size=bins)
+    bins = config["num_mel_bins"]
     if model_type == "voxtral":
         return transformers.WhisperFeatureExtractor(
             feature_size=bins, chunk_length=WINDOW_FRAMES // 100
@@ -162,6 +183,8 @@ class AudioReference:
         """What the processor makes of a prompt with placeholders."""
         if self.model_type == "voxtral":
             return self._voxtral(text, clips)
+        if self.model_type.startswith("gemma4"):
+            return self._gemma4(text, clips)
         from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
 
         processor = Qwen3ASRProcessor(extractor(self.model_type), self.tokenizer)
@@ -180,10 +203,30 @@ class AudioReference:
         text = text.replace(self.token, self.token * sum(counts))
         return {**self.tokenizer(text, return_tensors="pt"), "input_features": features}
 
+    def _gemma4(self, text: str, clips: list[np.ndarray]) -> dict[str, Any]:
+        """Features and tokens by parts of the processor, which needs an image processor, too."""
+        import torch
+        from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+        from transformers.models.gemma4_unified.processing_gemma4_unified import (
+            Gemma4UnifiedProcessor,
+        )
+
+        found = dict(extractor(self.model_type)(clips, return_tensors="pt", sampling_rate=16000))
+        kinds = {"gemma4": Gemma4Processor, "gemma4_unified": Gemma4UnifiedProcessor}
+        texts = dict(zip(("boa_token", "audio_token", "eoa_token"), GEMMA, strict=True))
+        holder: Any = SimpleNamespace(**texts)
+        own = kinds[self.model_type].replace_audio_token(holder, found, 0)
+        ids = self.tokenizer(text.replace(self.token, own), return_tensors="pt")
+        types = torch.where(ids["input_ids"] == self.model.config.audio_token_id, 3, 0)
+        return {**ids, **found, "mm_token_type_ids": types}
+
     def features(self, samples: np.ndarray) -> np.ndarray:
-        """Features of a clip, [mel bins, frames]."""
-        found = self.inputs(self.placeholder, [samples])["input_features"]
-        return np.concatenate([*found.numpy()], axis=-1)
+        """Features of a clip, [frames, mel bins or samples]."""
+        inputs = self.inputs(self.placeholder, [samples])
+        found = inputs["input_features"].numpy()
+        if self.model_type.startswith("gemma4"):
+            return found[0][inputs["input_features_mask"][0].numpy()]
+        return np.concatenate([*found], axis=-1).T
 
     def rows(self, samples: np.ndarray) -> np.ndarray:
         """The encoder's rows of a clip."""
@@ -195,13 +238,20 @@ class AudioReference:
         import torch
 
         with torch.no_grad():
-            return self.model.get_audio_features(**inputs).pooler_output.numpy()
+            found = self.model.model.get_audio_features(**inputs)
+        if self.model_type.startswith("gemma4"):
+            return found.pooler_output[found.attention_mask].numpy()
+        return found.pooler_output.numpy()
 
     def answer(self, text: str, clips: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and greedy ids after it."""
         import torch
 
         inputs = self.inputs(text, clips)
+        if self.model_type == "gemma4_unified":
+            rows = torch.from_numpy(self.rows(clips[0]))
+            ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
+            return ids[0].tolist(), by_whole_passes(self.model, ids, kinds, {3: rows}, count)
         with torch.no_grad():
             found = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2

@@ -212,6 +212,41 @@ def build_vlm(
     return found
 
 
+def by_whole_passes(
+    model: Any, ids: Any, kinds: Any, rows: dict[int, Any], count: int
+) -> list[int]:
+    """Greedy ids without a cache, with the masks of Google's implementation.
+
+    Those that transformers makes of 2-D masks have global layers that are not causal:
+    github.com/huggingface/transformers/issues/46711
+
+    Args:
+        model: Gemma 4 12B.
+        ids: of the prompt, [1, S].
+        kinds: of its tokens, [1, S].
+        rows: embeddings of tokens, by kind.
+        count: maximum new tokens.
+    """
+    import torch
+
+    begin = ids.shape[1]
+    with torch.no_grad():
+        while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
+            kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
+            embeds = model.get_input_embeddings()(ids)
+            for kind, found in rows.items():
+                embeds[kinds == kind] = found
+            positions = torch.arange(ids.shape[1])[None]
+            masks = model.create_masks_for_generate(
+                model.config, embeds, None, None, positions, mm_token_type_ids=kinds
+            )
+            logits = model(
+                inputs_embeds=embeds, position_ids=positions, attention_mask=masks
+            ).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, begin:].tolist()
+
+
 class Reference:
     """The checkpoint in transformers."""
 
@@ -276,43 +311,19 @@ class Reference:
         if pixels and config.model_type.startswith(QWEN_LIKE):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         if config.model_type == "gemma4_unified":
-            return self._by_whole_passes(inputs, count)
+            rows = {}
+            if "pixel_values" in inputs:
+                places = inputs["image_position_ids"]
+                with torch.no_grad():
+                    seen = self.model.get_image_features(inputs["pixel_values"], places)
+                rows[1] = torch.cat([*seen.pooler_output])
+            kinds = inputs["mm_token_type_ids"]
+            return by_whole_passes(self.model, tokens, kinds, rows, count)
         with torch.no_grad():
             output = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
             )
         return output[0, len(ids) :].tolist()
-
-    def _by_whole_passes(self, inputs: dict[str, Any], count: int) -> list[int]:
-        """Greedy ids without a cache, with the masks of Google's implementation.
-
-        Those that transformers makes of 2-D masks have global layers that are not causal:
-        github.com/huggingface/transformers/issues/46711
-        """
-        import torch
-
-        ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
-        begin = ids.shape[1]
-        with torch.no_grad():
-            images = []
-            if "pixel_values" in inputs:
-                places = inputs["image_position_ids"]
-                found = self.model.get_image_features(inputs["pixel_values"], places)
-                images = [*found.pooler_output]
-            while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
-                kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
-                embeds = self.model.get_input_embeddings()(ids)
-                if images:
-                    embeds[kinds == 1] = torch.cat(images)
-                positions = torch.arange(ids.shape[1])[None]
-                masks = self.model.create_masks_for_generate(
-                    self.model.config, embeds, None, None, positions, mm_token_type_ids=kinds
-                )
-                logits = self.model(
-                    inputs_embeds=embeds, position_ids=positions, attention_mask=masks
-                ).logits
-                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-        return ids[0, begin:].tolist()
 
     def _patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
         """Inputs of SigLIP 2: patches of all passes, padded to the same number."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +26,24 @@ from edgellm.multimodal.audio_features import prepare
 from edgellm.multimodal.media import Audio
 
 
+@dataclass(frozen=True, slots=True)
+class AudioTexts:
+    """Texts of tokens of audio in a rendered prompt."""
+
+    token: str  # the placeholder in templates, and of each row
+    begin: str = ""  # before the tokens of a clip, unless the template writes it
+    end: str = ""
+
+    def of(self, num_tokens: int) -> str:
+        """The text of a clip."""
+        return self.begin + self.token * num_tokens + self.end
+
+
 class AudioReader:
     """An audio engine with a cache of features."""
 
     def __init__(
-        self, *, folder: Path, base: Engine, audio_token: str, verify: bool | None
+        self, *, folder: Path, base: Engine, texts: AudioTexts, verify: bool | None
     ) -> None:
         """Load an audio engine for a decoder.
 
@@ -39,7 +52,7 @@ class AudioReader:
         Args:
             folder: made by audio_build.
             base: the decoder's engine.
-            audio_token: text of the decoder's audio token.
+            texts: of the decoder's audio tokens.
             verify: as for `FileCheck`.
 
         Raises:
@@ -50,7 +63,7 @@ class AudioReader:
         self.warnings = contradictions(folder, self.manifest, base.provenance.get(ENCODER_HASH))
         with FileCheck(folder, self.manifest.files, verify):
             self._network = open_encoder(folder, self.manifest)
-        self.audio_token = audio_token
+        self.texts = texts
         self._cache = EncodedCache[EncodedItem](CACHE_BYTES)
 
     def hear(self, clips: Sequence[Audio], folder: Path) -> list[EncodedItem]:
@@ -65,9 +78,11 @@ class AudioReader:
         samples = open_audio(clip.source, folder)
         seconds, longest = len(samples) / SAMPLE_RATE, self.manifest.max_audio_s
         if seconds > longest:
+            fits = not 0 < self.manifest.audio_encoder.max_s < seconds
+            wider = f", or build with --maxAudioSeconds {int(seconds) + 1}" if fits else ""
             raise RequestError(
                 f"an audio clip has {seconds:.1f} s, the engine takes {longest}",
-                hint=f"send a part of it, or build with --maxAudioSeconds {int(seconds) + 1}",
+                hint="send a part of it" + wider,
             )
         key = hashlib.sha256(b"audio:" + samples.tobytes()).hexdigest()
         if (found := self._cache.find(key)) is not None:
@@ -84,19 +99,20 @@ class AudioReader:
         Raises:
             RequestError: the numbers of placeholders and clips differ.
         """
-        first, *others = re.split(re.escape(self.audio_token), text)
+        texts = self.texts
+        first, *others = text.split(texts.token)
         if len(others) != len(heard):
             raise RequestError(
                 f"the prompt has {len(others)} places for audio, but {len(heard)} clips came "
                 "with it",
-                hint=f"{self.audio_token} must not stand in the text",
+                hint=f"{texts.token} must not stand in the text",
             )
         pairs = zip(heard, others, strict=True)
-        return first + "".join(self.audio_token * len(one.embeds) + rest for one, rest in pairs)
+        return first + "".join(texts.of(len(one.embeds)) + rest for one, rest in pairs)
 
 
-def require_audio_decoder(base: Engine) -> int:
-    """Token id of a decoder's audio.
+def require_audio_decoder(base: Engine) -> tuple[int, ...]:
+    """Token ids of a decoder's audio: placeholder; before and after a clip, if there are any.
 
     Raises:
         BrokenArtifactError: it takes none.
@@ -108,4 +124,4 @@ def require_audio_decoder(base: Engine) -> int:
             "exported from a model with an audio encoder",
             hint="remove --audioEngineDir, or give the engine of the whole model",
         )
-    return images.audio_token_id
+    return images.audio_token_id, *images.audio_ends
