@@ -12,6 +12,7 @@ from edgellm.export.config.reader import REMEDY, ConfigReader
 FRAMES_PER_S = 100
 # What Whisper's log-mel features are computed by; see `edgellm.multimodal.log_mel`
 LOG_MEL = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160, "dither": 0.0}
+_OF_AUDIO = {*LOG_MEL, "feature_size", "chunk_length"}  # keys that settings of images lack
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -20,9 +21,12 @@ def extractor_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
 
     `files`: processor files by name.
     """
-    name = next((name for name in _FILES if name in files), "")
-    values: dict[str, Any] = json.loads(files.get(name, b"{}"))
-    return values.get("feature_extractor") or values
+    for name in _FILES:
+        values: dict[str, Any] = json.loads(files.get(name, b"{}"))
+        found = values.get("feature_extractor") or values
+        if not _OF_AUDIO.isdisjoint(found):
+            return found
+    return {}
 
 
 def expect_settings(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from eagle_reference import Layout, make_draft
+from image_checkpoints import write_tiny_processor
 from vlm_engines import UNDER_DRAFT, by_whole_passes
 
 from edgellm.build.engine import build_engine
@@ -28,7 +29,8 @@ WORDS = ["<unk>", "<s>", "</s>", ":", ".", "user", "assistant", "system"]
 QWEN = "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"
 VOXTRAL = "[BEGIN_AUDIO]", "[AUDIO]"
 GEMMA = "<|audio>", "<|audio|>", "<audio|>"  # the processor adds the first and last
-SPECIAL = [*QWEN, *VOXTRAL, *GEMMA]
+IMAGE = "<|image>", "<|image|>", "<image|>"
+SPECIAL = [*QWEN, *VOXTRAL, *GEMMA, *IMAGE]
 # A clip in templates, and the token of its rows
 PLACEHOLDERS = {
     "qwen3_asr": ("".join(QWEN), QWEN[1]),
@@ -41,6 +43,7 @@ _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for item in message['content'] %}{% if item['type'] == 'audio' %}PLACEHOLDER"
+    "{% elif item['type'] == 'image' %}<|image|>"
     "{% else %} {{ item['text'] }} {% endif %}{% endfor %}{% endif %} . {% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
@@ -66,6 +69,9 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
         "extra_special_tokens": {
             "audio_bos_token": QWEN[0],
             "audio_token": QWEN[1],
+            "boi_token": IMAGE[0],
+            "image_token": IMAGE[1],
+            "eoi_token": IMAGE[2],
             "audio_eos_token": QWEN[2],
         },
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -73,7 +79,9 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
+def make_audio_model(
+    folder: Path, model_type: str, vision: dict[str, Any] | None = None, **text: Any
+) -> Path:
     """A whole checkpoint, every parameter random; `text` changes its text_config."""
     import torch
     from transformers import AutoConfig, AutoModelForMultimodalLM
@@ -86,7 +94,10 @@ def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
     if model_type.startswith("gemma4"):
         ends = ("boa_token_id", GEMMA[0]), ("eoa_token_index", GEMMA[2])
         tiny |= {key: [*WORDS, *SPECIAL].index(token) for key, token in ends}
-        tiny |= {"image_token_id": VOCABULARY - 1, "video_token_id": VOCABULARY - 2}
+        tiny["image_token_id"] = [*WORDS, *SPECIAL].index(IMAGE[1])
+        tiny["video_token_id"] = VOCABULARY - 1
+    if vision is not None:
+        tiny["vision_config"] = vision
     tiny["eos_token_id"] = tiny["pad_token_id"] = 2
     if "hidden_size" in text and "output_dim" in tiny["audio_config"]:
         tiny["audio_config"]["output_dim"] = text["hidden_size"]
@@ -107,6 +118,12 @@ def make_audio_model(folder: Path, model_type: str, **text: Any) -> Path:
     model.save_pretrained(folder)
     extractor(model_type).save_pretrained(folder)
     write_tokenizer(folder, model_type)
+    if vision is not None:
+        write_tiny_processor(folder, tiny)
+        whole = folder / "processor_config.json"
+        own = json.loads(extractor(model_type).to_json_string())
+        whole.write_text(json.dumps({**json.loads(whole.read_text()), "feature_extractor": own}))
+        write_tokenizer(folder, model_type)
     return folder
 
 
