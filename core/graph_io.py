@@ -132,10 +132,11 @@ DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is
 
 # Encoders of a chat model's audio. One clip is one run. A module of
 # `edgellm.multimodal.audio_features` makes its features; a decoder takes the rows as image rows.
-AUDIO_MASK = "audio_mask"  # bool [W, T], false: padding of a window; of blocks [B, C, K], see below
-# Conformers attend in B blocks of C rows, each to K slots. A row is a token, or padding.
-AUDIO_ROWS = "audio_rows"  # int64 [B * C]; the token of each row
+# Attention is in W windows of T rows, or in B blocks of C rows, each to K slots. A row is a token,
+# or padding.
+AUDIO_ROWS = "audio_rows"  # int64 [W, T] or [B * C]; the token of each row
 AUDIO_SLOTS = "audio_slots"  # int64 [B * K]; the row of each slot
+AUDIO_MASK = "audio_mask"  # bool [W, T, T] or [B, C, K]; what each row attends to
 AUDIO_EMBEDS = "audio_embeds"  # activations [rows, H]; rows after the clip's tokens are padding
 
 

@@ -6,7 +6,6 @@ the manifest; a pass runs on the first that supports its rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import AudioEncoderSpec, VisionSpec
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
-from edgellm.multimodal.audio_features import sizes
+from edgellm.multimodal.audio_features import silence, sizes
 
 Range = tuple[int, int]  # minimum and maximum; kernels are optimized for the maximum
 _ONE: Range = (1, 1)
@@ -140,9 +139,10 @@ def image_pass(plan: Plan, spec: VisionSpec) -> Pass:
 
 def audio_pass(plan: Plan, spec: AudioEncoderSpec) -> Pass:
     """One clip."""
-    least, most = sizes(spec, 0), sizes(spec, plan.max_audio_s)
+    longest = silence(spec, plan.max_audio_s)
+    least, most = sizes(spec, silence(spec, 0)), sizes(spec, longest)
     ranges = {name: (size, max(size, most[name])) for name, size in least.items()}
-    return Pass("audio", math.prod(most.values()), ranges)
+    return Pass("audio", max(longest.num_tokens, *most.values()), ranges)
 
 
 def _max_windows(tokens: int, spec: VisionSpec) -> int:

@@ -1,7 +1,7 @@
 """Gemma 4's conformer (E2B, E4B): convolutions, local attention in blocks, causal convolutions.
 
 Shapes: F frames, T rows in B blocks of C, K slots of a block's keys, d width, h heads of D numbers,
-P relative positions, H hidden size of the language model. Source: transformers' models/gemma4.
+H hidden size of the language model. Source: transformers' models/gemma4.
 """
 
 from __future__ import annotations
@@ -214,7 +214,8 @@ class Subsampling:
                 stored = place.take("weight", (outer, inner, 3, 3), op.dtype)
                 x = op.Conv(x, op.cast(op.parameter(stored), op.dtype), **given)
                 x = op.Transpose(x, perm=[0, 2, 3, 1])
-                x = op.Transpose(op.Relu(norm(op, x)), perm=[0, 3, 1, 2])
+                x = op.Max(norm(op, x), op.constant(0, op.dtype))
+                x = op.Transpose(x, perm=[0, 3, 1, 2])
         with op.scope("frames"):
             x = op.Reshape(op.Transpose(x, perm=[0, 2, 3, 1]), op.constant([1, -1, self.width]))
         return self.input_proj_linear(op, x)
@@ -283,18 +284,19 @@ class Attention:
         return op.Transpose(op.Reshape(self._wide(op, x), apart), perm=[0, 2, 1, 3])
 
     def _positions(self, op: Op) -> ir.Value:
-        """Keys of relative positions, the furthest first, [h, D, P]."""
+        """Keys of relative positions, the furthest first, then zeros, [h, D, K + 1]."""
         table = op.constant(_positions(self.config)[None], op.dtype)
         keys = self._wide(op, self.relative_k_proj(op, table))
         keys = op.Reshape(keys, op.constant([-1, self.config.num_heads, self.head_dim]))
         return op.Transpose(keys, perm=[1, 2, 0])
 
     def _shifted(self, op: Op, x: ir.Value) -> ir.Value:
-        """Scores of positions [B, h, C, P] to those of slots [B, h, C, K] (arXiv 1901.02860, B)."""
+        """Scores of positions [B, h, C, K + 1] to those of slots [B, h, C, K].
+
+        Row i is shifted right by i (arXiv 1901.02860, appendix B).
+        """
         config = self.config
         rows, slots, heads = config.block_rows, config.slots, config.num_heads
-        missing = slots + 1 - (slots // 2 + 1)
-        x = op.Pad(x, op.constant([0, 0, 0, 0, 0, 0, 0, missing]))
         x = op.Reshape(x, op.constant([-1, heads, rows * (slots + 1)]))
         x = op.Slice(x, op.constant([0]), op.constant([rows * slots]), op.constant([2]))
         return op.Reshape(x, op.constant([-1, heads, rows, slots]))
@@ -401,9 +403,13 @@ def bounded(op: Op, x: ir.Value, config: Config) -> ir.Value:
 
 
 def _positions(config: Config) -> np.ndarray:
-    """Sinusoids of distances, the furthest first, float32 [P, d]: sines, then cosines."""
+    """Sinusoids of distances, the furthest first, float32 [K + 1, d]: sines, then cosines.
+
+    Zeros follow, which `relative_k_proj` keeps.
+    """
     count = config.size // 2
     step = math.log(_MAX_TIMESCALE) / max(count - 1, 1)
     frequencies = np.exp(np.arange(count, dtype=np.float32) * np.float32(-step))
     angles = np.arange(config.slots // 2, -1, -1, dtype=np.float32)[:, None] * frequencies[None]
-    return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    found = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    return np.pad(found, ((0, config.slots + 1 - len(found)), (0, 0)))

@@ -1,6 +1,6 @@
 """Qwen3-ASR's encoder (arXiv 2601.21337): convolutions over chunks, attention in windows.
 
-Shapes: W windows of C chunks, F frames and K tokens of a chunk, d width, H hidden size of the
+Shapes: C chunks of F frames and K tokens, W windows of T tokens, d width, H hidden size of the
 language model. Source: transformers' models/qwen3_asr.
 """
 
@@ -25,7 +25,7 @@ from edgellm.export.layers.activations import activate
 from edgellm.export.layers.audio_blocks import EPSILON, Convolution, EncoderLayer
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.norm import LayerNorm
-from edgellm.export.layers.patches import additive_mask
+from edgellm.export.layers.patches import MASKED
 from edgellm.export.onnx.builder import Op
 
 TINY = {
@@ -72,7 +72,7 @@ class Config:
     activation: str
     num_mel_bins: int
     channels: int  # of convolutions
-    window_chunks: int  # maximum C
+    window_chunks: int  # of a window
     out_size: int  # H
     min_samples: int  # of a clip
 
@@ -164,13 +164,13 @@ class Model:
         self.linear_2 = Linear(projector / "linear_2", size, config.out_size, bias=True)
 
     def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> ir.Value:
-        """Inputs by contract name -> tokens [W * C * K, H]."""
+        """Inputs by contract name -> tokens [W * T, H]."""
         x = self._chunks(op, inputs[graph_io.INPUT_FEATURES])
         with op.scope("windows"):
-            mask = additive_mask(op, inputs[graph_io.AUDIO_MASK])
-            windows = op.Shape(inputs[graph_io.AUDIO_MASK])
-            shape = op.Concat(windows, op.constant([self.config.size]), axis=0)
-            x = op.Reshape(x, shape)  # [W, C * K, d]
+            x = op.Gather(x, inputs[graph_io.AUDIO_ROWS], axis=0)  # [W, T, d]
+            shut = op.constant(MASKED[op.dtype], op.dtype)
+            mask = op.Where(inputs[graph_io.AUDIO_MASK], op.constant(0, op.dtype), shut)
+            mask = op.Unsqueeze(mask, op.constant([1]))
         for index, layer in enumerate(self.layers):
             with op.scope(f"layers.{index}"):
                 x = layer.forward(op, x, mask)
@@ -179,17 +179,19 @@ class Model:
         return op.Reshape(x, op.constant([-1, self.config.out_size]))
 
     def _chunks(self, op: Op, features: ir.Value) -> ir.Value:
-        """Features [W, C, mel bins, F] -> [W * C, K, d]."""
+        """Features [C, mel bins, F] -> [C * K, d]."""
         config = self.config
         with op.scope("chunks"):
-            x = op.Reshape(features, op.constant([-1, 1, config.num_mel_bins, _CHUNK]))
+            x = op.Unsqueeze(features, op.constant([1]))
         for each in self.convolutions:
             x = each(op, x, "gelu")
         with op.scope("chunks"):
             rows = op.Transpose(x, perm=[0, 3, 1, 2])
             rows = op.Reshape(rows, op.constant([-1, _TOKENS, config.channels * self.bins]))
         x = self.conv_out(op, rows)
-        return op.Add(x, op.constant(_positions(config.size)[None], op.dtype))
+        with op.scope("chunks"):
+            x = op.Add(x, op.constant(_positions(config.size)[None], op.dtype))
+            return op.Reshape(x, op.constant([-1, config.size]))
 
 
 def _positions(size: int) -> np.ndarray:

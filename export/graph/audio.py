@@ -17,7 +17,7 @@ from edgellm.export.graph.encoder_weights import encoder_weights
 from edgellm.export.onnx.builder import Op
 from edgellm.multimodal import audio_features
 
-_ROWS = "audio_rows"
+_ROWS = "embed_rows"
 
 
 def build_audio(

@@ -17,7 +17,7 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import call, linear
 
-_MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
+MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,11 @@ class Windows:
     def prepare(cls, op: Op, slots: ir.Value, mask: ir.Value, rows: ir.Value, size: int) -> Windows:
         """Append nodes that windowed layers share; `mask` bool [W, Z] is true for real patches."""
         with op.scope("windows"):
-            full = additive_mask(op, mask, size)
+            shut = op.constant(MASKED[op.dtype], op.dtype)
+            additive = op.Where(mask, op.constant(0, op.dtype), shut)
+            columns = op.Unsqueeze(additive, op.constant([1, 2]))  # [W, 1, 1, Z]
+            # Both ONNX Runtime and TensorRT broadcast a mask over heads, but not over its rows.
+            full = op.Expand(columns, op.constant([1, 1, size, 1]))
             return cls(slots=slots, rows=rows, mask=full, size=size)
 
 
@@ -89,21 +93,6 @@ class PatchEmbedding:
                 stored = self.weights.take("bias", (self.size,), op.dtype)
                 x = op.Add(x, op.cast(op.parameter(stored), op.dtype))
             return x
-
-
-def additive_mask(op: Op, mask: ir.Value, size: int | None = None) -> ir.Value:
-    """Mask of windows: bool [W, Z] of real rows -> additive [W, 1, Z, Z]; `size` is Z, if fixed."""
-    shut = op.constant(_MASKED[op.dtype], op.dtype)
-    additive = op.Where(mask, op.constant(0, op.dtype), shut)
-    columns = op.Unsqueeze(additive, op.constant([1, 2]))  # [W, 1, 1, Z]
-    one = op.constant([1])
-    shape = (
-        op.Concat(one, one, op.Shape(mask, start=1), one, axis=0)
-        if size is None
-        else op.constant([1, 1, size, 1])
-    )
-    # Both ONNX Runtime and TensorRT broadcast a mask over heads, but not over its rows.
-    return op.Expand(columns, shape)
 
 
 def attend(

@@ -52,9 +52,9 @@ def read_encoder(checkpoint: Checkpoint, options: EncoderOptions) -> tuple[Modul
     model_type = model.read("model_type", str)
     vision_config = model.optional("vision_config", dict)
     if vision_config is None:
-        kind = "text-only model" if model.optional("audio_config", dict) is None else "audio model"
+        kind = "a text-only" if model.optional("audio_config", dict) is None else "an audio"
         raise UnsupportedModelError(
-            f"{checkpoint.label} is a {kind} ({model_type}): it has no visual encoder",
+            f"{checkpoint.label} is {kind} model ({model_type}): it has no visual encoder",
             hint="edgellm-export llm exports it; the encoder of a .gguf model is a file that "
             "--mmproj names",
         )

@@ -16,7 +16,7 @@ from edgellm.core.model_spec import AudioEncoderSpec
 from edgellm.multimodal.audio import SAMPLE_RATE
 from edgellm.multimodal.audio_features.clip import Clip
 
-__all__ = ["Clip", "prepare", "shapes", "sizes"]
+__all__ = ["Clip", "prepare", "shapes", "silence", "sizes"]
 
 
 def prepare(samples: NDArray[np.float32], spec: AudioEncoderSpec) -> Clip:
@@ -30,13 +30,17 @@ def shapes(spec: AudioEncoderSpec) -> dict[str, list[int | str]]:
     return _family(spec).shapes(spec)
 
 
-def sizes(spec: AudioEncoderSpec, seconds: float) -> dict[str, int]:
-    """Sizes by their names, of a clip of this length."""
-    inputs = prepare(np.zeros(int(seconds * SAMPLE_RATE), np.float32), spec).inputs
+def silence(spec: AudioEncoderSpec, seconds: float) -> Clip:
+    """A silent clip of this length, or of the least one."""
+    return prepare(np.zeros(int(seconds * SAMPLE_RATE), np.float32), spec)
+
+
+def sizes(spec: AudioEncoderSpec, clip: Clip) -> dict[str, int]:
+    """Sizes of a clip's inputs by their names."""
     return {
         name: actual
         for key, shape in shapes(spec).items()
-        for name, actual in zip(shape, inputs[key].shape, strict=True)
+        for name, actual in zip(shape, clip.inputs[key].shape, strict=True)
         if isinstance(name, str)
     }
 

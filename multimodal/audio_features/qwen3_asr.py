@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.core.graph_io import AUDIO_MASK, INPUT_FEATURES
+from edgellm.core.graph_io import AUDIO_MASK, AUDIO_ROWS, INPUT_FEATURES
 from edgellm.core.model_spec import AudioEncoderSpec
 from edgellm.multimodal.audio_features.clip import Clip
 from edgellm.multimodal.log_mel import log_mel
@@ -15,29 +15,29 @@ _HALVINGS = 3  # of frames, by convolutions
 
 def shapes(spec: AudioEncoderSpec) -> dict[str, list[int | str]]:
     """See `edgellm.multimodal.audio_features`."""
-    chunk = [spec.num_mel_bins, spec.chunk_frames]
     return {
-        INPUT_FEATURES: ["windows", "chunks", *chunk],
-        AUDIO_MASK: ["windows", "window_tokens"],
+        INPUT_FEATURES: ["chunks", spec.num_mel_bins, spec.chunk_frames],
+        AUDIO_ROWS: ["windows", "window_tokens"],
+        AUDIO_MASK: ["windows", "window_tokens", "window_tokens"],
     }
 
 
 def prepare(samples: NDArray[np.float32], spec: AudioEncoderSpec) -> Clip:
-    """See `edgellm.multimodal.audio_features`; the last window is padded."""
+    """See `edgellm.multimodal.audio_features`; the last chunk and the last window are padded."""
     features = log_mel(samples, spec.num_mel_bins)
     count = features.shape[1]
     chunks = -(-count // spec.chunk_frames)
-    per_window = min(chunks, spec.window_chunks)
-    windows = -(-chunks // per_window)
-    padded = windows * per_window * spec.chunk_frames
-    features = np.pad(features, ((0, 0), (0, padded - count)))
-    shape = spec.num_mel_bins, windows, per_window, spec.chunk_frames
+    features = np.pad(features, ((0, 0), (0, chunks * spec.chunk_frames - count)))
+    apart = features.reshape(spec.num_mel_bins, chunks, spec.chunk_frames).transpose(1, 0, 2)
     num_tokens = _num_tokens(count, spec)
-    rows = np.arange(windows * per_window * spec.chunk_tokens).reshape(windows, -1)
+    size = min(num_tokens, spec.window_chunks * spec.chunk_tokens)
+    rows = np.arange(-(-num_tokens // size) * size).reshape(-1, size)
+    is_token = rows < num_tokens
     return Clip(
         inputs={
-            INPUT_FEATURES: np.ascontiguousarray(features.reshape(shape).transpose(1, 2, 0, 3)),
-            AUDIO_MASK: rows < num_tokens,
+            INPUT_FEATURES: np.ascontiguousarray(apart),
+            AUDIO_ROWS: np.minimum(rows, num_tokens - 1),
+            AUDIO_MASK: np.repeat(is_token[:, None], size, axis=1),
         },
         num_tokens=num_tokens,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from vlm_engines import UNDER_DRAFT, by_whole_passes
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, audio_plan
 from edgellm.export import audio
-from edgellm.export.audio import voxtral
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.audio import export_audio
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
@@ -38,7 +38,6 @@ PLACEHOLDERS = {
     "gemma4": (GEMMA[1], GEMMA[1]),
     "gemma4_unified": (GEMMA[1], GEMMA[1]),
 }
-WINDOW_FRAMES = 2 * voxtral.TINY["audio_config"]["max_source_positions"]
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} : "
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -80,9 +79,21 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
 
 
 def make_audio_model(
-    folder: Path, model_type: str, vision: dict[str, Any] | None = None, **text: Any
+    folder: Path,
+    model_type: str,
+    vision: dict[str, Any] | None = None,
+    hearing: dict[str, Any] | None = None,
+    **text: Any,
 ) -> Path:
-    """A whole checkpoint, every parameter random; `text` changes its text_config."""
+    """A whole checkpoint, every parameter random.
+
+    Args:
+        folder: is written.
+        model_type: of the whole model.
+        vision: its vision_config; None: without.
+        hearing: changes of audio_config.
+        text: changes of text_config.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForMultimodalLM
 
@@ -90,6 +101,7 @@ def make_audio_model(
     tiny = json.loads(json.dumps(audio.find(model_type).TINY))
     own = {"vocab_size": VOCABULARY, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
     tiny["text_config"] |= {**own, **text}
+    tiny["audio_config"] |= hearing or {}
     tiny["audio_token_id"] = [*WORDS, *SPECIAL].index(PLACEHOLDERS[model_type][1])
     if model_type.startswith("gemma4"):
         ends = ("boa_token_id", GEMMA[0]), ("eoa_token_index", GEMMA[2])
@@ -116,32 +128,31 @@ def make_audio_model(
             elif name.endswith("_max"):
                 buffer.uniform_(1, 2.5)
     model.save_pretrained(folder)
-    extractor(model_type).save_pretrained(folder)
+    extractor(tiny).save_pretrained(folder)
     write_tokenizer(folder, model_type)
     if vision is not None:
         write_tiny_processor(folder, tiny)
         whole = folder / "processor_config.json"
-        own = json.loads(extractor(model_type).to_json_string())
+        own = json.loads(extractor(tiny).to_json_string())
         whole.write_text(json.dumps({**json.loads(whole.read_text()), "feature_extractor": own}))
         write_tokenizer(folder, model_type)
     return folder
 
 
-def extractor(model_type: str) -> Any:
-    """The feature extractor of a model's TINY."""
+def extractor(config: Mapping[str, Any]) -> Any:
+    """The feature extractor of a model's config.json."""
     import transformers
 
-    config = audio.find(model_type).TINY["audio_config"]
+    model_type, own = config["model_type"], config["audio_config"]
     if model_type == "gemma4_unified":
         return transformers.Gemma4UnifiedAudioFeatureExtractor()
     if model_type == "gemma4":
-        bins = config["subsampling_conv_channels"][0]
+        bins = own["subsampling_conv_channels"][0]
         return transformers.Gemma4AudioFeatureExtractor(feature_size=bins)
-    bins = config["num_mel_bins"]
+    bins = own["num_mel_bins"]
     if model_type == "voxtral":
-        return transformers.WhisperFeatureExtractor(
-            feature_size=bins, chunk_length=WINDOW_FRAMES // 100
-        )
+        seconds = 2 * own["max_source_positions"] // 100
+        return transformers.WhisperFeatureExtractor(feature_size=bins, chunk_length=seconds)
     return transformers.Qwen3ASRFeatureExtractor(feature_size=bins)
 
 
@@ -193,6 +204,7 @@ class AudioReference:
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.model_type = self.model.config.model_type
+        self.extractor = extractor(json.loads((checkpoint / "config.json").read_text()))
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(checkpoint)
         self.placeholder, self.token = PLACEHOLDERS[self.model_type]
 
@@ -204,16 +216,17 @@ class AudioReference:
             return self._gemma4(text, clips)
         from transformers.models.qwen3_asr.processing_qwen3_asr import Qwen3ASRProcessor
 
-        processor = Qwen3ASRProcessor(extractor(self.model_type), self.tokenizer)
+        processor = Qwen3ASRProcessor(self.extractor, self.tokenizer)
         return dict(processor(text=[text], audio=clips, sampling_rate=16000))
 
     def _voxtral(self, text: str, clips: list[np.ndarray]) -> dict[str, Any]:
         """Features by the processor, which tokenizes with mistral-common only."""
         from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 
-        given = {**VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": 160 * WINDOW_FRAMES}
-        given["max_source_positions"] = WINDOW_FRAMES
-        holder: Any = SimpleNamespace(feature_extractor=extractor("voxtral"))
+        frames = 2 * self.model.config.audio_config.max_source_positions
+        given = {**VoxtralProcessor.audio_kwargs, "pad_to_multiple_of": 160 * frames}
+        given["max_source_positions"] = frames
+        holder: Any = SimpleNamespace(feature_extractor=self.extractor)
         features = VoxtralProcessor._retrieve_input_features(holder, clips, **given)
         counts = [len(self._features(input_features=each[None])) for each in features]
         assert len(clips) == 1
@@ -228,7 +241,7 @@ class AudioReference:
             Gemma4UnifiedProcessor,
         )
 
-        found = dict(extractor(self.model_type)(clips, return_tensors="pt", sampling_rate=16000))
+        found = dict(self.extractor(clips, return_tensors="pt", sampling_rate=16000))
         kinds = {"gemma4": Gemma4Processor, "gemma4_unified": Gemma4UnifiedProcessor}
         texts = dict(zip(("boa_token", "audio_token", "eoa_token"), GEMMA, strict=True))
         holder: Any = SimpleNamespace(**texts)
