@@ -23,8 +23,7 @@ from edgellm.export.config.audio import expect_settings, heads_of
 from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import language_size
 from edgellm.export.layers.activations import activate, softplus
-from edgellm.export.layers.clipped_linear import ClippedLinear, clip
-from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.linear import ClippedLinear, Linear, clip
 from edgellm.export.layers.norm import RMSNorm, UnbiasedLayerNorm, UnweightedRMSNorm
 from edgellm.export.onnx.builder import Op
 

@@ -21,8 +21,7 @@ from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import language_size, read_activation, read_square, read_theta
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import merge_heads, split_heads
-from edgellm.export.layers.clipped_linear import ClippedLinear
-from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.linear import ClippedLinear, Linear
 from edgellm.export.layers.norm import RMSNorm, UnweightedRMSNorm
 from edgellm.export.layers.patches import (
     PatchState,

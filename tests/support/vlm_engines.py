@@ -311,19 +311,22 @@ class Reference:
         if pixels and config.model_type.startswith(QWEN_LIKE):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         if config.model_type == "gemma4_unified":
-            rows = {}
-            if "pixel_values" in inputs:
-                places = inputs["image_position_ids"]
-                with torch.no_grad():
-                    seen = self.model.get_image_features(inputs["pixel_values"], places)
-                rows[1] = torch.cat([*seen.pooler_output])
-            kinds = inputs["mm_token_type_ids"]
-            return by_whole_passes(self.model, tokens, kinds, rows, count)
+            rows = self._placed_rows(inputs) if pixels else {}
+            return by_whole_passes(self.model, tokens, inputs["mm_token_type_ids"], rows, count)
         with torch.no_grad():
             output = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
             )
         return output[0, len(ids) :].tolist()
+
+    def _placed_rows(self, inputs: dict[str, Any]) -> dict[int, Any]:
+        """Embeddings of images, by the kind of their tokens."""
+        import torch
+
+        places = inputs["image_position_ids"]
+        with torch.no_grad():
+            seen = self.model.get_image_features(inputs["pixel_values"], places)
+        return {1: torch.cat([*seen.pooler_output])}
 
     def _patches(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
         """Inputs of SigLIP 2: patches of all passes, padded to the same number."""
