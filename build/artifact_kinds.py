@@ -15,6 +15,8 @@ from edgellm.core.errors import (
     LimitError,
 )
 from edgellm.core.manifest import (
+    AUDIO_BUNDLE,
+    AUDIO_ENGINE,
     DRAFT_BUNDLE,
     DRAFT_ENGINE,
     DRAFT_FOLDER,
@@ -32,7 +34,7 @@ from edgellm.core.model_spec import POOLER_FILE
 from edgellm.multimodal.processors.settings import FILES as PROCESSOR_FILES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-LLM, DRAFT, VISUAL = "llm", "draft", "visual"
+LLM, DRAFT, VISUAL, AUDIO = "llm", "draft", "visual", "audio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +270,15 @@ def _image_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
     }
 
 
+def _require_audio(source: Path, bundle: Bundle, plan: Plan) -> None:
+    del source, bundle, plan
+
+
+def _audio_limits(bundle: Bundle, plan: Plan) -> dict[str, int]:
+    longest = bundle.audio_encoder.max_s or plan.max_audio_s
+    return {"max_audio_s": min(plan.max_audio_s, longest)}
+
+
 def remembered(product: str, plan: Plan) -> dict[str, Any]:
     """The plan's options for the manifest of an engine of the product."""
     return {name: getattr(plan, name) for name in PRODUCTS[product].options}
@@ -298,5 +309,12 @@ PRODUCTS = {
         suits=_stands_alone,
         limits=_image_limits,
         files=PROCESSOR_FILES,
+    ),
+    AUDIO: Product(
+        bundle=AUDIO_BUNDLE,
+        engine=AUDIO_ENGINE,
+        require=_require_audio,
+        suits=_stands_alone,
+        limits=_audio_limits,
     ),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from edgellm.build import backends
 from edgellm.build.artifact_kinds import (
+    AUDIO,
     DRAFT,
     LLM,
     PRODUCTS,
@@ -29,7 +30,12 @@ from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.runners.pass_timing import estimated_sizes
 
-_COMMANDS = {LLM: "llm_build", DRAFT: "llm_build --eagleDraft", VISUAL: "visual_build"}
+_COMMANDS = {
+    LLM: "llm_build",
+    DRAFT: "llm_build --eagleDraft",
+    VISUAL: "visual_build",
+    AUDIO: "audio_build",
+}
 
 # Fields of a plan whose flags have other names
 _FLAGS = {"kv_capacity": "maxKVCacheCapacity", "is_eagle_base": "eagleBase", "checks": "noCheck"}
@@ -78,7 +84,7 @@ def build_engine(
     """Build `engine` atomically: after an error it is unchanged.
 
     Args:
-        product: "llm", "visual", or "draft", whose engine goes into the folder of its base's.
+        product: "llm", "visual", "audio", or "draft", whose engine goes into its base's folder.
         source: the bundle.
         engine: folder of the engine.
         plan: limits and options.

@@ -55,6 +55,7 @@ class Plan:
     min_image_tokens: int = 0  # of an image
     max_image_tokens: int = 0  # of a request
     max_image_tokens_per_image: int = 0
+    max_audio_s: int = 0  # of an audio clip
     options: Options = field(default_factory=Options)  # of the backend
     checks: bool = True  # compare lowered graphs with the bundle's
     max_batch_size: int = 1  # sequences of a pass
@@ -67,7 +68,7 @@ def max_rows(role: str, plan: Plan) -> int:
         Rows.TEXT: max(plan.max_input_len, plan.max_verify_tree_size),
         Rows.DRAFTED: plan.max_input_len,
         Rows.ONE: 1,
-        Rows.IMAGE: 0,
+        Rows.ITEM: 0,
         Rows.AUDIO: 0,
     }[ROLES[role].rows]
 
@@ -88,6 +89,24 @@ def image_plan(
         max_image_tokens=max_image_tokens, max_image_tokens_per_image=max_image_tokens_per_image,
         options=options or Options(), checks=checks,
     )  # fmt: skip
+
+
+def audio_plan(
+    max_audio_s: int,
+    threads: int,
+    quantize: str = "none",
+    options: Options | None = None,
+    *,
+    checks: bool = True,
+) -> Plan:
+    """An audio engine's plan."""
+    return Plan(
+        threads=threads,
+        quantize=quantize,
+        max_audio_s=max_audio_s,
+        options=options or Options(),
+        checks=checks,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

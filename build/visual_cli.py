@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import (
-    choose_backend,
-    own_flags,
-    show_notes,
-    show_prediction,
-    show_size,
-    show_verdict,
-)
+from edgellm.build.cli import choose_backend, own_flags
+from edgellm.build.encoder_cli import EncoderQuantize, build_encoder
 from edgellm.build.flags import (
     Backend,
     Device,
@@ -32,9 +25,6 @@ from edgellm.build.flags import (
 )
 from edgellm.core.cli import App, Overwrite, run_command
 from edgellm.core.commands.entry_points import NOTHING_HALF_WRITTEN
-from edgellm.core.commands.output_folder import finished_line, is_finished
-from edgellm.core.commands.progress import shown
-from edgellm.core.errors import require_choice
 
 app = App()
 app.kept = NOTHING_HALF_WRITTEN
@@ -65,14 +55,6 @@ MaxPerImage = Annotated[
         rich_help_panel="Limits",
     ),
 ]
-Quantize = Annotated[
-    str,
-    typer.Option(
-        "--quantize",
-        help="Round float weights: int8 (also the inputs of linear layers), or none.",
-        rich_help_panel="Model",
-    ),
-]
 
 
 @app.command(
@@ -92,7 +74,7 @@ def visual_build(
     backend: Backend = "auto",
     device: Device = "",
     threads: Threads = 0,
-    quantize: Quantize = "none",
+    quantize: EncoderQuantize = "none",
     target_sm: TargetSm = "",
     workspace: Workspace = 0,
     fallback_precision: FallbackPrecision = "",
@@ -104,40 +86,23 @@ def visual_build(
     overwrite: Overwrite = False,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
-    from edgellm.build.artifact_kinds import VISUAL, read_bundle
+    from edgellm.build.artifact_kinds import VISUAL
     from edgellm.build.backends import options_of
-    from edgellm.build.engine import build_engine, engine_key
     from edgellm.build.plan import image_plan
-    from edgellm.build.resource_estimate import predict
 
-    require_choice("--quantize", quantize, ("none", "int8"))
     name = choose_backend(backend, device)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
     flags["--fallbackPrecision"] = fallback_precision or None
-    options = options_of(name, flags)
     plan = image_plan(
-        min_image_tokens, max_image_tokens, max_per_image, threads, quantize, options,
+        min_image_tokens,
+        max_image_tokens,
+        max_per_image,
+        threads,
+        quantize,
+        options_of(name, flags),
         checks=not no_check,
-    )  # fmt: skip
-    if dry_run:
-        bundle = read_bundle(VISUAL, onnx_dir, plan)
-        show_prediction(predict(onnx_dir, bundle, plan, name, engine_dir))
-        return
-    start = time.perf_counter()
-    key = engine_key(VISUAL, onnx_dir, engine_dir, plan, name)
-    if is_finished(engine_dir, key, overwrite=overwrite):
-        typer.echo(finished_line(engine_dir))
-        return
-    with shown() as report:
-        built = build_engine(VISUAL, onnx_dir, engine_dir, plan, name, report, key.facts())
-    seconds = time.perf_counter() - start
-    typer.echo(
-        f"{engine_dir}: {built.vision.model_type} encoder, {built.library} "
-        f"{built.backend_version}, {built.main_graphs[0].precision}; "
-        f"{show_size(built.files, seconds)}"
     )
-    show_notes(built.options, seconds)
-    typer.echo(f"verdict: {show_verdict(built, seconds)}")
+    build_encoder(VISUAL, onnx_dir, engine_dir, plan, name, is_dry_run=dry_run, overwrite=overwrite)
 
 
 def main() -> None:

@@ -104,10 +104,13 @@ def hash_file(
     return FileRecord(size, digest.hexdigest())
 
 
-def hash_engines(engine: Path, visual: Path | None, draft_model: Path | None) -> dict[str, str]:
+def hash_engines(
+    engine: Path, visual: Path | None, draft_model: Path | None, audio: Path | None = None
+) -> dict[str, str]:
     """Hashes of the manifests of all engines, by role; missing ones are left out."""
     folders = {"base": engine, "draft": engine / DRAFT_FOLDER}
     folders |= {"visual": visual} if visual is not None else {}
+    folders |= {"audio": audio} if audio is not None else {}
     folders |= {"draft model": draft_model} if draft_model is not None else {}
     manifests = {role: folder / MANIFEST_NAME for role, folder in folders.items()}
     return {role: hash_file(path).sha256 for role, path in manifests.items() if path.is_file()}

@@ -133,9 +133,19 @@ DEEPSTACK_EMBEDS = "deepstack_embeds"  # activations [L, P / M^2, H]; level i is
 # A decoder takes both for all images of a prompt as inputs: token id V + n is row n.
 
 
+# Encoders of a chat model's audio. One clip is one run. A module of
+# `edgellm.multimodal.audio_features` makes its features; a decoder takes the rows as image rows.
+# Attention is in W windows of T rows, or in B blocks of C rows, each to K slots. A row is a token,
+# or padding.
+AUDIO_ROWS = "audio_rows"  # int64 [W, T] or [B * C]; the token of each row
+AUDIO_SLOTS = "audio_slots"  # int64 [B * K]; the row of each slot
+AUDIO_MASK = "audio_mask"  # bool [W, T, T] or [B, C, K]; what each row attends to
+AUDIO_EMBEDS = "audio_embeds"  # activations [rows, H]; rows after the clip's tokens are padding
+
+
 # Speech models. The encoder computes the keys and values of a window for each layer of the decoder,
 # which takes them as inputs of the same names.
-INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]
+INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]; other sizes in chat models
 CROSS = "cross."  # prefix of `cross_name`
 # activations [1, S, N*D]; queries of `AudioSpec.alignment_heads` in this order, before the product
 # with keys, from which the host computes what each token attends to

@@ -22,7 +22,7 @@ COMMIT = "commit"  # updates the states of a decoder's recurrent layers; reads n
 FUSE = "fuse"  # makes a draft's hidden rows of a base's features
 BLOCK = "block"  # a draft network with a KV cache; one forward pass predicts a block of tokens
 HEADS = "heads"  # predict tokens from the newest committed hidden state, one for each head
-ENCODER = "encoder"  # a visual encoder
+ENCODER = "encoder"  # of images or audio, whose rows a decoder takes in place of embeddings
 AUDIO_ENCODER = "audio_encoder"  # computes what a decoder attends to of a window of audio
 
 # Kinds of passes that are measured
@@ -42,7 +42,7 @@ class Rows(Enum):
     DRAFTED = "a prompt, what a round committed, or a level of a drafted tree"
     ONE = "one"
     ACCEPTED = "accepted tokens of a decoder's pass"
-    IMAGE = "the patches or tiles of an image, of any size"
+    ITEM = "the patches or tiles of an image, or the features of an audio clip, of any size"
     AUDIO = "the frames of a window of audio"
 
 
@@ -52,7 +52,7 @@ class Role:
 
     rows: Rows
     has_cache: bool = False  # of keys and values; rows are tokens, some of them of images
-    inputs: tuple[str, ...] = ()  # besides those of graphs with a cache or an image
+    inputs: tuple[str, ...] = ()  # besides those of graphs with a cache or an encoder
     measured: Mapping[str, str] = field(default_factory=dict)  # kinds of passes, and their names
 
 
@@ -79,7 +79,7 @@ ROLES = {
     HEADS: Role(
         rows=Rows.ONE, inputs=(HIDDEN_TAPS, TOP_K), measured={ALL_HEADS: "a pass of all heads"}
     ),
-    ENCODER: Role(rows=Rows.IMAGE),
+    ENCODER: Role(rows=Rows.ITEM),
     AUDIO_ENCODER: Role(rows=Rows.AUDIO),
 }
 

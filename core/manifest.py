@@ -20,6 +20,7 @@ from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_roles import ROLES
 from edgellm.core.model_spec import (
     POOLINGS,
+    AudioEncoderSpec,
     DecoderSpec,
     DraftSpec,
     KVCacheSpec,
@@ -44,21 +45,25 @@ DEVICES = ("cpu", "cuda")  # of libraries that have a backend for each, the defa
 LLM_BUNDLE, LLM_ENGINE = "llm_bundle", "llm_engine"
 DRAFT_BUNDLE, DRAFT_ENGINE = "draft_bundle", "draft_engine"
 VISUAL_BUNDLE, VISUAL_ENGINE = "visual_bundle", "visual_engine"
-_ENGINES = (LLM_ENGINE, DRAFT_ENGINE, VISUAL_ENGINE)
+AUDIO_BUNDLE, AUDIO_ENGINE = "audio_bundle", "audio_engine"
+_ENGINES = (LLM_ENGINE, DRAFT_ENGINE, VISUAL_ENGINE, AUDIO_ENGINE)
 # Flags of what an artifact was made from, with their keys in its provenance
 _INPUTS = {
     LLM_BUNDLE: {"--model_dir": "checkpoint"},
     DRAFT_BUNDLE: {"--draft_model_dir": "checkpoint", "--base_model_dir": "base"},
     VISUAL_BUNDLE: {"--model_dir": "checkpoint"},
+    AUDIO_BUNDLE: {"--model_dir": "checkpoint"},
     **{kind: {"--onnxDir": "bundle"} for kind in _ENGINES},
 }
 _MAKERS = {
     LLM_BUNDLE: "edgellm-export llm",
     DRAFT_BUNDLE: "edgellm-export draft",
     VISUAL_BUNDLE: "edgellm-export visual",
+    AUDIO_BUNDLE: "edgellm-export audio",
     LLM_ENGINE: "llm_build",
     DRAFT_ENGINE: "llm_build --eagleDraft",
     VISUAL_ENGINE: "visual_build",
+    AUDIO_ENGINE: "audio_build",
 }
 
 
@@ -70,10 +75,12 @@ class FileRecord:
     sha256: str
 
 
-Spec = DecoderSpec | DraftSpec | VisionSpec
+EncoderSpec = VisionSpec | AudioEncoderSpec
+Spec = DecoderSpec | DraftSpec | VisionSpec | AudioEncoderSpec
 _SPECS: dict[str, type] = {
     LLM_BUNDLE: DecoderSpec, LLM_ENGINE: DecoderSpec, DRAFT_BUNDLE: DraftSpec,
     DRAFT_ENGINE: DraftSpec, VISUAL_BUNDLE: VisionSpec, VISUAL_ENGINE: VisionSpec,
+    AUDIO_BUNDLE: AudioEncoderSpec, AUDIO_ENGINE: AudioEncoderSpec,
 }  # fmt: skip
 
 
@@ -112,7 +119,7 @@ class _OfANetwork:
     @property
     def cache(self) -> KVCacheSpec | None:
         """KV cache of the network; None for encoders and heads."""
-        if isinstance(self.spec, VisionSpec) or not self.decoder.kv.num_layers:
+        if isinstance(self.spec, EncoderSpec) or not self.decoder.kv.num_layers:
             return None
         return self.decoder.kv
 
@@ -124,6 +131,16 @@ class _OfANetwork:
     def vision(self) -> VisionSpec:
         """Facts of a visual encoder."""
         return _as(VisionSpec, self)
+
+    @property
+    def encoder(self) -> EncoderSpec:
+        """Facts of an encoder of images or audio."""
+        return self.vision if isinstance(self.spec, VisionSpec) else self.audio_encoder
+
+    @property
+    def audio_encoder(self) -> AudioEncoderSpec:
+        """Facts of an audio encoder."""
+        return _as(AudioEncoderSpec, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +167,7 @@ class Bundle(_OfANetwork):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(_OfANetwork):
-    """Output of `llm_build` and `visual_build`: graphs compiled for a backend and a machine.
+    """Output of `llm_build` and `visual_build`, or `audio_build`: graphs for a machine.
 
     A limit is 0 where the product does not have it.
     """
@@ -177,6 +194,7 @@ class Engine(_OfANetwork):
     min_image_tokens: int = 0  # of an image
     max_image_tokens: int = 0  # of all images of a request together
     max_image_tokens_per_image: int = 0
+    max_audio_s: int = 0  # of an audio clip
     prefill_rows: int = 0  # chunk size at which a long prompt is fastest
     # By kind of pass: its rows -> milliseconds; {} if nothing was measured; see `estimated`
     cost_ms: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -232,7 +250,7 @@ def library_of(backend: str) -> str:
 
 def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec:
     """The facts of a network with another type and pages of its cache; "" keeps them."""
-    if not dtype or isinstance(spec, VisionSpec):
+    if not dtype or isinstance(spec, EncoderSpec):
         return spec
     if isinstance(spec, DraftSpec):
         return dataclasses.replace(spec, decoder=with_kv_dtype(spec.decoder, dtype, pages))
@@ -242,7 +260,7 @@ def with_kv_dtype(spec: Spec, dtype: str, pages: PageSpec | None = None) -> Spec
 _VALUES = {"dtype": ("float16", "float32"), "pooling": ("", *POOLINGS)}  # by key
 _LIMIT_KEYS = ("max_", "min_", "prefill_")  # how keys of limits begin
 _MAX_LIMIT = 1 << 24  # tokens or sequences
-_Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec)
+_Spec = TypeVar("_Spec", DecoderSpec, DraftSpec, VisionSpec, AudioEncoderSpec)
 Manifest = TypeVar("Manifest", Bundle, Engine)
 
 

@@ -102,10 +102,14 @@ class PoolerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """Images of a decoder: token ids from `vocab_size` on are rows of IMAGE_EMBEDS."""
+    """Images and audio of a decoder: token ids from `vocab_size` on are rows of IMAGE_EMBEDS."""
 
-    model_type: str  # of the vision-language model whose encoder computes the rows
-    token_id: int  # the placeholder that a processor repeats for every row of an image
+    model_type: str  # of the whole model, whose encoders compute the rows
+    # The placeholder that a processor repeats for every row of an image; None: takes no images
+    token_id: int | None
+    audio_token_id: int | None = None  # that of audio; None: takes none
+    # Ids before and after the tokens of a clip, where a template writes the placeholder alone
+    audio_ends: tuple[int, ...] = ()
     num_deepstack: int = 0  # L of DEEPSTACK_EMBEDS
     # Maximum consecutive image tokens, which all attend to each other; 0: attention is causal.
     bidirectional_tokens: int = 0
@@ -173,7 +177,7 @@ class DecoderSpec:
     kv: KVCacheSpec
     sliding_window: int | None = None
     position_axes: int = 1  # 3: time, row and column (M-RoPE)
-    images: ImageSpec | None = None  # None: text only
+    images: ImageSpec | None = None  # None: text only, or a speech model
     audio: AudioSpec | None = None  # None: no speech model
     recurrent: RecurrentSpec | None = None  # None: all layers are attention layers
     rotation: str = ""  # of the residual stream after training; "": none
@@ -268,6 +272,27 @@ class VisionSpec:
     def patch_values(self) -> int:
         """Numbers of one flattened patch: channel, frame, row, column."""
         return 3 * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioEncoderSpec:
+    """Facts of the encoder of a chat model's audio, which is mono at 16 kHz.
+
+    A clip is cut into chunks of features with the same number of tokens; the last may have fewer.
+    """
+
+    model_type: str  # of the whole model; it names a module of `edgellm.multimodal.audio_features`
+    hidden_size: int  # H of the language model, the width of `audio_embeds`
+    num_parameters: int
+    num_mel_bins: int  # of a frame; 0: frames are samples
+    chunk_frames: int  # of a chunk; of samples if there are no mel bins
+    chunk_tokens: int  # of a whole chunk
+    window_chunks: int = 1  # whose tokens attend to each other
+    min_samples: int = 1  # of a clip; zeros follow a shorter one
+    max_s: int = 0  # of a clip; 0: any
+    block_rows: int = 0  # C of a conformer's blocks
+    past_slots: int = 0  # of a block, before its rows
+    future_slots: int = 0  # after them
 
 
 # ------------------------------------------------------------------ pages and bytes of KV caches

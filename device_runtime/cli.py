@@ -71,7 +71,10 @@ def llm_inference(flags: InferenceFlags, spec_flags: SpecFlags, sampling_flags: 
     if flags.prove_count:
         raise typer.Exit(_prove(*load(), requests[: flags.prove_count]))
     engines = hash_engines(
-        flags.engine_dir, flags.multimodal_engine_dir, how and how.draft_engine_dir
+        flags.engine_dir,
+        flags.multimodal_engine_dir,
+        how and how.draft_engine_dir,
+        flags.audio_engine_dir,
     )
     engines |= hash_adapters(options.available_lora_weights)
     settings = settings_of(
@@ -134,6 +137,7 @@ def _load(
         verify=flags.verify,
         spec=spec,
         multimodal_engine_dir=flags.multimodal_engine_dir,
+        audio_engine_dir=flags.audio_engine_dir,
         context_reuse=flags.context_reuse,
         allow_special_tokens=flags.allow_special_tokens,
     )

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from edgellm.core.errors import RequestError
-from edgellm.multimodal.media import Source, Video
+from edgellm.multimodal.media import Audio, Source, Video
 
 MAX_STALL_MS = 100.0  # limit of a pass that prefills while other requests decode
 
@@ -59,8 +59,8 @@ def text_list(name: str, value: Any) -> list[str]:
     return list(texts)
 
 
-def image_sources(messages: Any) -> list[Source]:
-    """Images and videos of chat messages, in order.
+def media_sources(messages: Any) -> list[Source]:
+    """Images, videos and audio of chat messages, in order.
 
     Raises:
         RequestError: a message is invalid; the error has its index and the fault.
@@ -82,12 +82,12 @@ def image_sources(messages: Any) -> list[Source]:
         if not isinstance(content, (list, tuple)):
             raise RequestError(f"{place}.content {content!r} is not a text or a list of items")
         for index, item in enumerate(content):
-            found += _image(f"{place}.content[{index}]", item)
+            found += _media(f"{place}.content[{index}]", item)
     return found
 
 
-def _image(place: str, item: Any) -> list[Source]:
-    """The image or video of a content item, if it is one."""
+def _media(place: str, item: Any) -> list[Source]:
+    """The image, video or audio of a content item, if it is one."""
     require_kind(place, item, Mapping, "an object with `type`")
     kind = item.get("type")
     if kind == "text":
@@ -95,10 +95,11 @@ def _image(place: str, item: Any) -> list[Source]:
         return []
     if kind == "video":
         return [_video(place, item.get("video"))]
-    if kind != "image":
-        raise RequestError(f"{place}.type {kind!r} is neither 'text', 'image' nor 'video'")
-    require_kind(f"{place}.image", item.get("image"), (str, os.PathLike), "a path or a URI")
-    return [os.fspath(item["image"])]
+    if kind not in ("image", "audio"):
+        raise RequestError(f"{place}.type {kind!r} is none of 'text', 'image', 'video' and 'audio'")
+    require_kind(f"{place}.{kind}", item.get(kind), (str, os.PathLike), "a path or a URI")
+    source = os.fspath(item[kind])
+    return [source if kind == "image" else Audio(source)]
 
 
 def _video(place: str, given: Any) -> Video:

@@ -204,6 +204,14 @@ ForeignEngine = Annotated[
         rich_help_panel="Model",
     ),
 ]
+AudioModelDir = Annotated[
+    str,
+    typer.Option(
+        "--model_dir",
+        help="Read this model that takes audio: a Hugging Face folder, or a cached hub id.",
+        rich_help_panel="Model",
+    ),
+]
 VisionModelDir = Annotated[
     str,
     typer.Option(
@@ -433,13 +441,40 @@ def visual(
     with _writing() as progress:
         checkpoint = open_checkpoint(model_dir, tokenizer=False, mmproj=mmproj or "")
         manifest = export_visual(checkpoint, output_dir, options, progress, key.facts())
-    spec = manifest.vision
-    typer.echo(
-        f"{output_dir}: visual encoder of {spec.model_type}, "
-        f"{spec.num_parameters / 1e6:.1f} M parameters, {dtype}, {_cost(manifest, start)}"
-    )
-    compared = "outputs were not compared with transformers"
-    _say_verdict(manifest, start, compared, "the encoder")
+    _say_encoder(manifest, output_dir, start)
+
+
+@app.command(
+    common=("--model_dir", "--output_dir", "--dtype", "--quantization"),
+    examples=(
+        "edgellm-export audio --model_dir model --output_dir audio_bundle",
+        "edgellm-export audio --model_dir model --output_dir audio_bundle --quantization int8",
+    ),
+)
+def audio(
+    model_dir: AudioModelDir,
+    output_dir: OutputDir,
+    dtype: DType = "fp16",
+    quantization: Quantization = "none",
+    ignore_config_keys: IgnoredKeys = "",
+    overwrite: Overwrite = False,
+) -> None:
+    """Export the audio encoder of a chat model."""
+    from edgellm.export.pipeline.audio import export_audio
+    from edgellm.export.pipeline.encoder import EncoderOptions
+    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
+
+    require_choice("--quantization", quantization, ("none", "fp8", "int8"))
+    start = time.perf_counter()
+    options = EncoderOptions(dtype, _split(ignore_config_keys), quantization)
+    key = _key("audio", options, model_dir=model_dir)
+    if is_finished(output_dir, key, overwrite=overwrite):
+        typer.echo(finished_line(output_dir))
+        return
+    with _writing() as progress:
+        checkpoint = open_checkpoint(model_dir, tokenizer=False)
+        manifest = export_audio(checkpoint, output_dir, options, progress, key.facts())
+    _say_encoder(manifest, output_dir, start)
 
 
 @contextlib.contextmanager
@@ -491,6 +526,18 @@ def _say_verdict(
         f"verdict: {_size(manifest, start)}; all tensors of {source} are used, and all numbers are "
         f"finite; {compared}"
     )
+
+
+def _say_encoder(manifest: Bundle, folder: Path, start: float) -> None:
+    """Print the facts of a visual or audio encoder, and the verdict."""
+    spec = manifest.encoder
+    typer.echo(
+        f"{folder}: {manifest.kind.partition('_')[0]} encoder of {spec.model_type}, "
+        f"{spec.num_parameters / 1e6:.1f} M parameters, {manifest.options['dtype']}, "
+        f"{_cost(manifest, start)}"
+    )
+    compared = "outputs were not compared with transformers"
+    _say_verdict(manifest, start, compared, "the encoder")
 
 
 def _say_taps(manifest: Bundle) -> None:

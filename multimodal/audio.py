@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import math
 from collections.abc import Iterator
 from itertools import chain
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import RequestError
 from edgellm.multimodal.media import open_container
+from edgellm.multimodal.source_files import read_source
 
 SAMPLE_RATE = 16000  # Hz
 RAW_SUFFIXES = (".pcm", ".raw")  # of files of 16-bit integers, little endian, mono, at that rate
 _FULL_SCALE = 32768  # of 16-bit samples
 _AUDIBLE = 1e-4  # largest sample of silence with the noise of 16 bits, of 1
+_LONGEST_NAME = 4096  # characters of a path
 _FORMATS = "WAV, FLAC, MP3, M4A or OGG"
 
 
@@ -39,6 +42,15 @@ def read_audio(path: Path) -> NDArray[np.float32]:
         return decode_audio(file, str(path))
 
 
+def open_audio(source: str, folder: Path) -> NDArray[np.float32]:
+    """As `read_audio`, for a path relative to `folder` or a URI; the clip may be silent."""
+    name, data = read_source(source, folder, "recording")
+    if Path(source[:_LONGEST_NAME]).suffix.lower() in RAW_SUFFIXES:
+        _require_even(len(data), name)
+        return _whole(raw_samples(data), name)
+    return _whole(_decoded(io.BytesIO(data), name, math.inf), name)
+
+
 def decode_audio(file: BinaryIO, name: str, max_seconds: float = math.inf) -> NDArray[np.float32]:
     """As `read_audio`, for an open file that can be searched.
 
@@ -52,13 +64,7 @@ def decode_audio(file: BinaryIO, name: str, max_seconds: float = math.inf) -> ND
 
 def _checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     """The samples, if they are audible numbers."""
-    if not len(samples):
-        raise RequestError(f"{name} has no audio samples", hint="record or copy the file again")
-    if not np.isfinite(samples).all():
-        raise RequestError(
-            f"{name} has samples that are no numbers", hint=f"save it again as {_FORMATS}"
-        )
-    if np.abs(samples).max() < _AUDIBLE:
+    if np.abs(_whole(samples, name)).max() < _AUDIBLE:
         raise RequestError(
             f"{name} is silent: all of its {len(samples) / SAMPLE_RATE:.1f} s",
             hint="check the microphone, or the channel that was recorded",
@@ -66,14 +72,28 @@ def _checked(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
     return samples
 
 
-def _raw(path: Path) -> NDArray[np.float32]:
-    size = path.stat().st_size
-    if size % 2:
+def _whole(samples: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+    """The samples, if they are numbers."""
+    if not len(samples):
+        raise RequestError(f"{name} has no audio samples", hint="record or copy the file again")
+    if not np.isfinite(samples).all():
         raise RequestError(
-            f"{path} has {size} bytes, which are no 16-bit samples",
+            f"{name} has samples that are no numbers", hint=f"save it again as {_FORMATS}"
+        )
+    return samples
+
+
+def _raw(path: Path) -> NDArray[np.float32]:
+    _require_even(path.stat().st_size, str(path))
+    return raw_samples(path.read_bytes())
+
+
+def _require_even(num_bytes: int, name: str) -> None:
+    if num_bytes % 2:
+        raise RequestError(
+            f"{name} has {num_bytes} bytes, which are no 16-bit samples",
             hint="raw audio is 16-bit integers, little endian, mono, at 16 kHz; save it as WAV",
         )
-    return raw_samples(path.read_bytes())
 
 
 def raw_samples(content: bytes) -> NDArray[np.float32]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import importlib
 import importlib.util
 import io
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote
-from urllib.request import url2pathname
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, TiffImagePlugin, UnidentifiedImageError
 
 from edgellm.core.commands.extras import remedy
 from edgellm.core.errors import RequestError
+from edgellm.multimodal.source_files import read_source
 
 # Formats of cameras and browsers. Pillow supports more, some of them by external programs.
 FORMATS = ("AVIF", "BMP", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 100_000_000  # 300 MB of RGB
-MAX_FILE_BYTES = 512 * 2**20
 
 _TRANSPOSED = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -71,66 +66,6 @@ def content_hash(image: Image.Image) -> str:
     digest = hashlib.sha256(f"{image.width}x{image.height}:".encode())
     digest.update(image.tobytes())
     return digest.hexdigest()
-
-
-def read_source(source: str, folder: Path) -> tuple[str, bytes]:
-    """The name of an image or video in messages, and its encoded bytes; see `open_image`."""
-    if source[:5].lower() == "data:":
-        return "the data: URI", _read_data_uri(source)
-    name = source if len(source) <= 120 else f"{source[:120]}..."
-    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+)://", source)
-    if scheme is None:
-        return name, _read_file(folder / source, name, f"relative paths begin at {folder}")
-    if scheme[1].lower() in ("http", "https"):
-        raise RequestError(
-            f"{name}: pictures are not fetched from the network",
-            hint="download it first, and give the path of the file",
-        )
-    if scheme[1].lower() != "file":
-        raise RequestError(
-            f"{name}: {scheme[1]}:// is not supported", hint="give a path, a file:// or data: URI"
-        )
-    machine, slash, path = source[len("file://") :].partition("/")
-    if machine not in ("", "localhost"):
-        raise RequestError(
-            f"{name} names the machine {machine}",
-            hint="an absolute path has three slashes before it: file:///home/me/cat.jpg",
-        )
-    return name, _read_file(Path(url2pathname(slash + path)), name, "give the path of a picture")
-
-
-def _read_data_uri(source: str) -> bytes:
-    header, comma, payload = source.partition(",")
-    if not comma or not header.lower().endswith(";base64"):
-        raise RequestError(
-            "a data: URI must hold base64", hint="write data:image/png;base64,iVBORw0..."
-        )
-    compact = "".join(unquote(payload).split())
-    try:
-        return base64.b64decode(compact, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(
-            f"the data: URI holds damaged base64: {str(error).lower()}",
-            hint="encode the whole file, with the = at the end",
-        ) from None
-
-
-def _read_file(path: Path, name: str, hint: str) -> bytes:
-    try:
-        if path.is_dir():
-            raise RequestError(f"{name} is a folder", hint="give one picture")
-        size = path.stat().st_size
-        if not path.is_file():
-            raise RequestError(f"{name} is not a regular file", hint="copy the picture to a file")
-        if size > MAX_FILE_BYTES:
-            raise RequestError(
-                f"{name} has {size} bytes, more than {MAX_FILE_BYTES}", hint="compress the picture"
-            )
-        return path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"cannot read {name}: {error.strerror}", hint=hint) from None
-    except ValueError as error:  # a zero byte in the path
-        raise RequestError(f"{name!r} is not a path: {error}", hint=hint) from None
 
 
 def _decode(name: str, data: bytes) -> Image.Image:

@@ -1,4 +1,4 @@
-"""Media of a request: an image by its path or URI, or a video; containers of FFmpeg."""
+"""Media of a request: an image by its path or URI, a video, audio; containers of FFmpeg."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ class Video:
         return cls((value,) if is_file else tuple(value), is_file)
 
 
-Source = str | Video
+@dataclass(frozen=True, slots=True)
+class Audio:
+    """An audio clip: the path or URI of a file."""
+
+    source: str
+
+
+Source = str | Video | Audio
 
 
 def open_container(av: Any, file: BinaryIO) -> Any:

@@ -19,8 +19,9 @@ from PIL import Image
 
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import RequestError
-from edgellm.multimodal.images import MAX_PIXELS, content_hash, open_image, read_source
+from edgellm.multimodal.images import MAX_PIXELS, content_hash, open_image
 from edgellm.multimodal.media import Video, open_container
+from edgellm.multimodal.source_files import read_source
 
 # Frame sampler: from the number of frames and the frame rate to frame indices.
 Pick = Callable[[int, float], Sequence[int]]

@@ -17,6 +17,7 @@ FLAGS = {
     "edgellm-export": ("edgellm-export draft --base", "--base_model_dir"),
     "llm_build": ("llm_build --engineD", "--engineDir"),
     "visual_build": ("visual_build --maxImageTokensP", "--maxImageTokensPerImage"),
+    "audio_build": ("audio_build --maxAudio", "--maxAudioSeconds"),
     "llm_inference": ("llm_inference --engineDir x --inp", "--inputFile"),
     "edgellm-trees": ("edgellm-trees --out", "--output_file"),
     "edgellm-inspect": ("edgellm-inspect --di", "--diff"),

@@ -173,9 +173,11 @@ KINDS = {
     "draft_bundle": "edgellm-export draft --draft_model_dir 'my model' --base_model_dir base "
     "--output_dir {own}",
     "visual_bundle": "edgellm-export visual --model_dir 'my model' --output_dir {own}",
+    "audio_bundle": "edgellm-export audio --model_dir 'my model' --output_dir {own}",
     "llm_engine": "llm_build --onnxDir made --engineDir {own}",
     "draft_engine": "llm_build --eagleDraft --onnxDir made --engineDir {parent}",
     "visual_engine": "visual_build --onnxDir made --engineDir {own}",
+    "audio_engine": "audio_build --onnxDir made --engineDir {own}",
 }
 
 

@@ -45,7 +45,7 @@ from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capa
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
-_NAMES = {DECODER: "llm", ENCODER: "visual"}  # of files, if not the role's name
+_NAMES = {DECODER: "llm"}  # of files, if not the role's name
 _NOT_RUN = "not compared with the portable graph: a build does not run TensorRT engines"
 _PRECISIONS = {ir.DataType.FLOAT16: "fp16", ir.DataType.FLOAT: "fp32"}
 
@@ -199,7 +199,8 @@ class _Compiler:
         report: Report,
         cached: CachePlan | None,
     ) -> None:
-        self.name = _NAMES.get(role, role)
+        kind = bundle.kind.partition("_")[0]  # "visual" or "audio" of encoders
+        self.name = kind if role == ENCODER else _NAMES.get(role, role)
         self._plan, self._folder, self._report = plan, folder, report
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self.target = find_target(self._options.target_sm)

@@ -14,9 +14,10 @@ from edgellm.build.lowering.lora import Places
 from edgellm.build.plan import Plan
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.core.manifest import Bundle
-from edgellm.core.model_spec import DecoderSpec, VisionSpec
+from edgellm.core.model_spec import AudioEncoderSpec, DecoderSpec, VisionSpec
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import shared_rows
 from edgellm.device_runtime.runners.tensorrt.state_memory import chunk_rows
+from edgellm.multimodal.audio_features import silence, sizes
 
 Range = tuple[int, int]  # minimum and maximum; kernels are optimized for the maximum
 _ONE: Range = (1, 1)
@@ -34,8 +35,10 @@ class Pass:
 def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
     """Passes of a role's engine; the fuse graph has the draft's."""
     rows = ROLES[role].rows
-    if rows is Rows.IMAGE:
-        return [image_pass(plan, bundle.vision)]
+    if rows is Rows.ITEM:
+        spec = bundle.spec
+        is_audio = isinstance(spec, AudioEncoderSpec)
+        return [audio_pass(plan, spec) if is_audio else image_pass(plan, bundle.vision)]
     if rows is Rows.ONE:  # whose sizes are all known
         return [Pass(role, 1, {})]
     if rows is not Rows.TEXT:
@@ -142,6 +145,14 @@ def image_pass(plan: Plan, spec: VisionSpec) -> Pass:
         windows = (1, _max_windows(maximum, spec))
         ranges |= {"windows": windows, "window_slots": (size, windows[1] * size)}
     return Pass("image", patches[1], ranges)
+
+
+def audio_pass(plan: Plan, spec: AudioEncoderSpec) -> Pass:
+    """One clip."""
+    longest = silence(spec, plan.max_audio_s)
+    least, most = sizes(spec, silence(spec, 0)), sizes(spec, longest)
+    ranges = {name: (size, max(size, most[name])) for name, size in least.items()}
+    return Pass("audio", max(longest.num_tokens, *most.values()), ranges)
 
 
 def _max_windows(tokens: int, spec: VisionSpec) -> int:

@@ -1,4 +1,4 @@
-"""Random inputs for a graph of each role: a prompt, one token, a tree, an image."""
+"""Random inputs for a graph of each role: a prompt, one token, a tree, an image, a clip."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from numpy.typing import NDArray
 from edgellm.core import graph_io
 from edgellm.core.graph_roles import BLOCK, ROLES, Rows
 from edgellm.core.manifest import Bundle
-from edgellm.core.model_spec import AudioSpec, BlockSpec, DecoderSpec, DraftSpec, VisionSpec
+from edgellm.core.model_spec import (
+    AudioEncoderSpec,
+    AudioSpec,
+    BlockSpec,
+    DecoderSpec,
+    DraftSpec,
+    VisionSpec,
+)
 from edgellm.device_runtime.arrays import ImageRows
+from edgellm.multimodal.audio import SAMPLE_RATE
+from edgellm.multimodal.audio_features import prepare
 from edgellm.multimodal.patch_grid import grid_inputs
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows
+_CLIP_S = 2.6
 # A root, two children, a child of each: siblings and cousins must not attend to each other.
 _PARENTS = (-1, 0, 0, 1, 2)
 
@@ -32,8 +42,9 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
     """
     random = np.random.default_rng(7)
     facts = ROLES[role]
-    if facts.rows is Rows.IMAGE:
-        return [_image(bundle.vision, random)]
+    if facts.rows is Rows.ITEM:
+        is_audio = isinstance(bundle.spec, AudioEncoderSpec)
+        return [_clip(bundle.spec, random) if is_audio else _image(bundle.vision, random)]
     if facts.rows is Rows.AUDIO:
         return [_window(audio_of(bundle), random)]
     if facts.has_cache:
@@ -121,6 +132,12 @@ def _image(spec: VisionSpec, random: np.random.Generator) -> Inputs:
     rows, columns = side + spec.merge_size, 2 * side
     pixels = random.standard_normal((rows * columns, spec.patch_values), np.float32)
     return {graph_io.PIXEL_VALUES: pixels, **grid_inputs(rows, columns, spec)}
+
+
+def _clip(spec: AudioEncoderSpec, random: np.random.Generator) -> Inputs:
+    """A clip of noise that ends within a chunk."""
+    samples = 0.1 * random.standard_normal(int(_CLIP_S * SAMPLE_RATE))
+    return prepare(samples.astype(np.float32), spec).inputs
 
 
 def audio_of(bundle: Bundle) -> AudioSpec:

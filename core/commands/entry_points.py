@@ -14,6 +14,7 @@ MODULES = {
     "edgellm-export": "edgellm.export.cli",
     "llm_build": "edgellm.build.cli",
     "visual_build": "edgellm.build.visual_cli",
+    "audio_build": "edgellm.build.audio_cli",
     "llm_inference": "edgellm.device_runtime.cli",
     "edgellm-trees": "edgellm.tools.trees",
     "edgellm-serve": "edgellm.tools.serve.cli",

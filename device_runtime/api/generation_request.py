@@ -22,7 +22,7 @@ class GenerationRequest:
 
     Attributes:
         text: formatted text, or its token ids.
-        images: images and videos of the text, in order.
+        images: images, videos and audio of the text, in order.
         add_special_tokens: the tokenizer adds its special tokens; the text is raw.
         continues: the output continues the last message of the text.
         sampling: how tokens are chosen.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sized
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +37,7 @@ from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.engine.chat_template import Formatter
 from edgellm.device_runtime.engine.kv_cache_manager import KVCacheManager
 from edgellm.device_runtime.engine.lora import open_adapters
+from edgellm.device_runtime.engine.media.encoded import placed_prompt
 from edgellm.device_runtime.engine.profile import IMAGES, Profile
 from edgellm.device_runtime.engine.prompt import Prompt, fit, refuse_long
 from edgellm.device_runtime.engine.sequence import Sequence, Step
@@ -57,9 +59,12 @@ from edgellm.device_runtime.speculate.open_drafter import Drafters, resolve_auto
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.text import reasoning_marks
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, StopMatcher
+from edgellm.multimodal.media import Audio
 
 if TYPE_CHECKING:
     from edgellm.device_runtime.engine.images import EncodedImages, ImageReader
+    from edgellm.device_runtime.engine.media.audio import AudioReader
+    from edgellm.device_runtime.engine.media.encoded import EncodedItem
     from edgellm.multimodal.media import Source
 
 __all__ = ["LLM", "BatchError", "RequestOutput", "Step"]
@@ -84,6 +89,7 @@ class LLM:
         verify: bool | None = None,
         spec: SpecOptions | None = None,
         multimodal_engine_dir: Path | str | None = None,
+        audio_engine_dir: Path | str | None = None,
         context_reuse: bool = False,
         allow_special_tokens: bool = False,
         max_stall_ms: float = validation.MAX_STALL_MS,
@@ -96,6 +102,7 @@ class LLM:
                 of files that changed since the last check.
             spec: decode speculatively; None decodes plainly.
             multimodal_engine_dir: a folder made by visual_build, for prompts with images.
+            audio_engine_dir: a folder made by audio_build, for prompts with audio.
             context_reuse: reuse the KV cache of shared prefixes; last bits may change.
             allow_special_tokens: parse special tokens that are spelled out in messages.
             max_stall_ms: limit of a pass with a prefill chunk while other requests decode.
@@ -105,9 +112,13 @@ class LLM:
             LimitError: `spec` exceeds what the engine was built for.
             RequestError: an argument of the wrong kind.
         """
+        encoders = {
+            "multimodal_engine_dir": multimodal_engine_dir,
+            "audio_engine_dir": audio_engine_dir,
+        }
         _check_loading(
-            engine_dir, verify, spec, multimodal_engine_dir,
-            max_stall_ms, context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
+            engine_dir, verify, spec, encoders, max_stall_ms,
+            context_reuse=context_reuse, allow_special_tokens=allow_special_tokens,
         )  # fmt: skip
         folder = Path(engine_dir)
         self.manifest = load_engine(folder, LLM_ENGINE)
@@ -121,28 +132,49 @@ class LLM:
             self._drafters = Drafters(
                 engine=folder, base=self.manifest, network=base, options=how, verify=verify
             )
-        manager = self._kv_cache_manager = KVCacheManager(
-            base=base,
-            prefill_rows=self.manifest.prefill_rows,
-            drafts=self._drafters.caches if self._drafters else (),
-            no_images=_no_images(self.manifest.decoder),
-            reuses_context=context_reuse,
-        )
+        manager = self._new_manager(base, reuses_context=context_reuse)
+        self._kv_cache_manager: KVCacheManager | None = manager
         tree_rows = self.manifest.max_verify_tree_size if self._drafters is not None else 1
         bounds = bounds_of(self.manifest, manager, max_stall_ms, self.batch_size, tree_rows)
         self._turns = StepLock(Batch(manager, bounds))
         self._texts = TextPooler(self._turns, self.manifest)
         self._adapters = open_adapters(folder, self.manifest, base, self._turns.visiting)
         self.images: ImageReader | None = None
-        if multimodal_engine_dir is not None:
-            self._open_images(Path(multimodal_engine_dir), verify)
+        self.audio: AudioReader | None = None
+        self._open_encoders(multimodal_engine_dir, audio_engine_dir, verify)
         self._guidance = _guidance(folder, self.manifest)
+
+    def _new_manager(self, base: DecoderNetwork, *, reuses_context: bool) -> KVCacheManager:
+        return KVCacheManager(
+            base=base,
+            prefill_rows=self.manifest.prefill_rows,
+            drafts=self._drafters.caches if self._drafters else (),
+            no_images=_no_images(self.manifest.decoder),
+            reuses_context=reuses_context,
+        )
+
+    def _open_encoders(
+        self, visual: Path | str | None, audio: Path | str | None, verify: bool | None
+    ) -> None:
+        if visual is not None:
+            self._open_images(Path(visual), verify)
+        if audio is not None:
+            self._open_audio(Path(audio), verify)
 
     def _open_images(self, folder: Path, verify: bool | None) -> None:
         from edgellm.device_runtime.engine.images import open_images  # imports Pillow
 
         self.images = open_images(folder, self.manifest, verify=verify)
         self.formatter = replace(self.formatter, film_text=self.images.film_text)
+
+    def _open_audio(self, folder: Path, verify: bool | None) -> None:
+        from edgellm.device_runtime.engine.media import audio
+
+        ids = audio.require_audio_decoder(self.manifest)
+        texts = audio.AudioTexts(*map(self.tokenizer.token_name, ids))
+        self.audio = audio.AudioReader(
+            folder=folder, base=self.manifest, texts=texts, verify=verify
+        )
 
     @property
     def batch_size(self) -> int:
@@ -182,7 +214,7 @@ class LLM:
         """Free the memory after the running pass; unfinished requests fail."""
         self._turns.close()
         self._adapters.close()
-        self._kv_cache_manager = self._drafters = self.images = None
+        self._kv_cache_manager = self._drafters = self.images = self.audio = None
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -239,7 +271,8 @@ class LLM:
         Args:
             prompt: raw text, or chat messages for the model's template, whose content may be a
                 list of {"type": "text", "text": ...} and {"type": "image", "image": path or URI},
-                or {"type": "video", "video": path, URI, or list of frames}.
+                or {"type": "video", "video": path, URI, or list of frames}, or
+                {"type": "audio", "audio": path or URI}.
             sampling: how tokens are chosen; None uses the model's defaults, see `sampling_params`.
             max_generate_length: maximum number of tokens; None: the model's default, else 256.
             stop: strings that end the output and are not part of it.
@@ -258,7 +291,7 @@ class LLM:
             text, is_raw, continues = prompt, True, False
             refuse_flags(template_flags)
         else:
-            images = validation.image_sources(prompt)
+            images = validation.media_sources(prompt)
             text, is_raw = self.formatter.format(prompt, template_flags), False
             continues = continuation.goes_on(prompt, template_flags)
         return self.generate_text(
@@ -341,8 +374,9 @@ class LLM:
         max_tokens, warnings = fit(len(prompt.token_ids), max_tokens, self.manifest)
         if request.max_generate_length is None and self.defaults.max_generate_length:
             warnings = []  # the model's limit may exceed the engine's
-        if request.images and self.images is not None:
-            warnings = [*warnings, *self.images.warnings]
+        for reader in (self.images, self.audio):
+            if request.images and reader is not None:
+                warnings = [*warnings, *reader.warnings]
         sampler = self.sampler(self._thinking_first(sampling, request), prompt)
         # Continued messages and raw prompts continue as text, with the space before a word.
         before = prompt.token_ids if has_marks or request.continues else ()
@@ -555,20 +589,52 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> Prompt:
-        images = self.images
-        if images is None:
-            if sources:
-                raise RequestError(
-                    "the engine takes text only", hint="give a multimodal_engine_dir"
-                )
+        images, audio = self.images, self.audio
+        self.require_readers(sources)
+        if images is None and audio is None:
             return Prompt(self._ids(text, add_special_tokens=add_special_tokens))
         seen: list[EncodedImages] = []
-        if sources:
-            with self._turns.visiting(), profile.stage(IMAGES):
-                seen = images.see(sources, Path.cwd())
+        heard: list[EncodedItem] = []
+        clips = [each for each in sources if isinstance(each, Audio)]
+        pictures = [each for each in sources if not isinstance(each, Audio)]
+        with self._turns.visiting() if sources else nullcontext(), profile.stage(IMAGES):
+            if images is not None and pictures:
+                seen = images.see(pictures, Path.cwd())
+            if audio is not None and clips:
+                heard = audio.hear(clips, Path.cwd())
         profile.image_tokens += [one.prepared.num_tokens for one in seen]
-        text = images.expand(text, seen) if isinstance(text, str) else text
-        return images.prompt(self._ids(text, add_special_tokens=add_special_tokens), seen)
+        if images is not None and isinstance(text, str):
+            text = images.expand(text, seen)
+        if audio is not None and isinstance(text, str):
+            text = audio.expand(text, heard)
+        ids = self._ids(text, add_special_tokens=add_special_tokens)
+        return placed_prompt(
+            ids,
+            self.manifest.decoder,
+            images=seen,
+            clips=heard,
+            placing=None if images is None else images.placing,
+        )
+
+    def require_readers(self, sources: Sized[Source]) -> None:
+        """Check that the engines of the encoders for images, videos and audio are loaded.
+
+        Raises:
+            RequestError: one is not, or the model has none.
+        """
+        model, is_text = self.manifest.decoder.images, self.images is None and self.audio is None
+        for is_audio, reader, flag, kind in (
+            (False, self.images, "--multimodalEngineDir", "images"),
+            (True, self.audio, "--audioEngineDir", "audio"),
+        ):
+            if reader is None and any(isinstance(each, Audio) is is_audio for each in sources):
+                token = model and (model.audio_token_id if is_audio else model.token_id)
+                raise RequestError(
+                    f"the engine takes {'text only' if is_text else f'no {kind}'}",
+                    hint=f"give the engine of the model's encoder of {kind} as {flag}"
+                    if token is not None
+                    else f"give an engine of a model with an encoder of {kind}, and its {flag}",
+                )
 
     def _stop_tokens(self, request: GenerationRequest) -> dict[int, str]:
         """Stop strings that are special tokens, by id: the output's text does not contain them."""
@@ -660,14 +726,19 @@ def _check_loading(
     engine_dir: Any,
     verify: Any,
     spec: Any,
-    multimodal_engine_dir: Any,
+    encoders: dict[str, Any],
     max_stall_ms: Any,
     **switches: Any,
 ) -> None:
-    """Check the arguments of `LLM`; `switches` are booleans. Raises `RequestError`."""
+    """Check the arguments of `LLM`; `encoders` are paths by name, `switches` booleans.
+
+    Raises:
+        RequestError: one is of another type, or out of range.
+    """
     none, path = type(None), (str, os.PathLike)
     validation.require_kind("engine_dir", engine_dir, path, "a path")
-    validation.require_kind("multimodal_engine_dir", multimodal_engine_dir, (*path, none), "a path")
+    for name, folder in encoders.items():
+        validation.require_kind(name, folder, (*path, none), "a path")
     validation.require_kind("verify", verify, (bool, none), "True, False or None")
     validation.require_kind("spec", spec, (SpecOptions, none), "a SpecOptions")
     if not validation.is_number(max_stall_ms) or not max_stall_ms > 0:

@@ -34,7 +34,7 @@ class Formatter:
 
         Args:
             messages: objects with `role` and `content`, a text or a list of items of type "text"
-                (with `text`) or "image".
+                (with `text`), "image", "video" or "audio".
             flags: variables of the template. Defaults: add_generation_prompt True, enable_thinking
                 False. A last message of the assistant is continued, unless add_generation_prompt
                 or continue_final_message are given.
@@ -96,13 +96,13 @@ class Formatter:
         return value
 
 
-def without_template(messages: Sequence[Message], image_token: str) -> str:
-    """Concatenated texts of messages; `image_token` is the placeholder of an image."""
+def without_template(messages: Sequence[Message], marks: Mapping[str, str]) -> str:
+    """Concatenated texts of messages; `marks` are placeholders by type of item."""
     texts: list[str] = []
     for at, message in enumerate(messages):
         content = _turn(message, at)["content"]
         items = [{"text": content}] if isinstance(content, str) else content
-        texts += [item.get("text", image_token) for item in items]
+        texts += [item["text"] if "text" in item else marks[item["type"]] for item in items]
     return "".join(texts)
 
 

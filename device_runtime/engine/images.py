@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +17,16 @@ from edgellm.core.errors import (
 from edgellm.core.graph_io import PIXEL_VALUES
 from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import DecoderSpec
-from edgellm.device_runtime.arrays import (
-    F32,
-    I64,
-    ImageRows,
-    RowKey,
+from edgellm.device_runtime.arrays import F32
+from edgellm.device_runtime.engine.media.encoded import (
+    CACHE_BYTES,
+    ENCODER_HASH,
+    EncodedCache,
+    EncodedItem,
+    contradictions,
+    other_model,
+    placed_prompt,
+    require_match,
 )
 from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.networks.encoder import open_encoder
@@ -35,24 +38,12 @@ from edgellm.multimodal.positions import Grid
 from edgellm.multimodal.processors import FilmProcessor, FilmRules, PlacesImages, Prepared
 from edgellm.multimodal.video import open_film
 
-_ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
-CACHE_BYTES = 256 << 20  # of features cached for later requests
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedImages:
-    """An encoded image, as input of the language model."""
+class EncodedImages(EncodedItem):
+    """An encoded image or video, as input of the language model."""
 
-    content: str  # `content_hash` of the image
     prepared: Prepared  # without its pixels
-    runs: tuple[Grid, ...]  # grids of its tokens, for M-RoPE
-    embeds: F32  # [N, H]
-    deepstack: F32  # [L, N, H]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the features."""
-        return self.embeds.nbytes + self.deepstack.nbytes
 
 
 class ImageReader:
@@ -76,22 +67,24 @@ class ImageReader:
         """
         manifest = load_engine(folder, VISUAL_ENGINE)
         _require_match(folder, manifest, decoder)
-        self.warnings = _contradictions(folder, manifest, encoder_hash)
-        assert decoder.images is not None
+        self.warnings = contradictions(folder, manifest, encoder_hash)
         self.manifest = manifest
         with FileCheck(folder, manifest.files, verify):
             self.processor = processors.load(folder)
             self._network = open_encoder(folder, manifest)
-        self._decoder, self._token_id = decoder, decoder.images.token_id
-        self._is_bidirectional = decoder.images.bidirectional_tokens > 0
-        self._kept: OrderedDict[str, EncodedImages] = OrderedDict()
-        self._room = cache_bytes
+        self._decoder = decoder
+        self._cache = EncodedCache[EncodedImages](cache_bytes)
 
     @property
     def film_text(self) -> str:
         """Placeholder of a video in messages; "": written by the chat template, or no videos."""
         rules = self._film_rules
         return rules.placeholder if rules is not None and rules.is_text else ""
+
+    @property
+    def placing(self) -> PlacesImages | None:
+        """The processor, if it places images for M-RoPE."""
+        return self.processor if isinstance(self.processor, PlacesImages) else None
 
     @property
     def _film_rules(self) -> FilmRules | None:
@@ -125,9 +118,8 @@ class ImageReader:
             return self._watch(source, folder, room)
         image = open_image(source, folder)
         key = content_hash(image)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if (kept := self._cache.find(key)) is not None:
+            return kept
         prepared = self.processor.prepare(image, self.manifest.max_image_tokens_per_image)
         least = self.manifest.min_image_tokens
         if prepared.num_tokens < least:
@@ -143,12 +135,11 @@ class ImageReader:
             assert isinstance(self.processor, PlacesImages)
             passes = prepared.passes or (prepared.grid,)
             grids = tuple(self.processor.merged(grid) for grid in passes)
-        self._keep(
+        return self._cache.keep(
             EncodedImages(
                 content=key, prepared=small, runs=grids, embeds=embeds, deepstack=deepstack
             )
         )
-        return self._kept[key]
 
     def _encode(self, prepared: Prepared) -> tuple[F32, F32]:
         """Features of an image, of all its passes."""
@@ -179,9 +170,8 @@ class ImageReader:
             lambda size, count: processor.fit_frames(size, count, room, maximum),
         )
         key = f"{film.content()} in {room}"  # a later video in a request has less space
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
+        if (kept := self._cache.find(key)) is not None:
+            return kept
         prepared = processor.prepare_film(film)
         least = prepared.whole.num_tokens // len(prepared.passes)
         if least < self.manifest.min_image_tokens:
@@ -197,7 +187,7 @@ class ImageReader:
             for grid, one in zip(grids, prepared.passes, strict=True)
         ]
         embeds, deepstack = _joined(found)
-        self._keep(
+        return self._cache.keep(
             EncodedImages(
                 content=key,
                 prepared=prepared.whole,
@@ -206,14 +196,6 @@ class ImageReader:
                 deepstack=deepstack,
             )
         )
-        return self._kept[key]
-
-    def _keep(self, seen: EncodedImages) -> None:
-        """Add to the cache, and evict the oldest until it fits; the newest always stays."""
-        self._kept[seen.content] = seen
-        used = sum(kept.num_bytes for kept in self._kept.values())
-        while used > self._room and len(self._kept) > 1:
-            used -= self._kept.popitem(last=False)[1].num_bytes
 
     def expand(self, text: str, seen: Sequence[EncodedImages]) -> str:
         """A rendered prompt with each placeholder repeated for the tokens of its image.
@@ -229,35 +211,7 @@ class ImageReader:
         Raises:
             RequestError: the image tokens do not match the images.
         """
-        ids = np.asarray(token_ids, np.int64)
-        places = np.flatnonzero(ids == self._token_id)
-        count = sum(len(one.embeds) for one in seen)
-        if len(places) != count:
-            raise RequestError(
-                f"the prompt has {len(places)} image tokens, its images have {count}",
-                hint="the text must not contain image tokens",
-            )
-        if not seen:
-            return Prompt(token_ids)
-        vocab_size, positions = self._decoder.vocab_size, None
-        contents = [one.content for one in seen for _ in one.embeds]
-        keys: dict[int, RowKey] = dict(enumerate(contents, vocab_size))
-        if self._decoder.position_axes == 3:
-            assert isinstance(self.processor, PlacesImages)
-            grids = [run for one in seen for run in one.runs]
-            found = self.processor.positions(ids, self._token_id, grids)
-            positions = found.prompt
-            # Without images these tokens have other positions
-            keys |= {token: f"{token} before an image" for token in found.forward_ids}
-        ids[places] = vocab_size + np.arange(count)
-        rows = ImageRows(
-            embeds=np.concatenate([one.embeds for one in seen]),
-            deepstack=np.concatenate([one.deepstack for one in seen], axis=1),
-            positions=positions,
-            keys=keys,
-            spans=_runs(places) if self._is_bidirectional else (),
-        )
-        return Prompt(ids.tolist(), rows)
+        return placed_prompt(token_ids, self._decoder, images=seen, placing=self.placing)
 
 
 def _joined(found: Sequence[tuple[F32, F32]]) -> tuple[F32, F32]:
@@ -268,46 +222,21 @@ def _joined(found: Sequence[tuple[F32, F32]]) -> tuple[F32, F32]:
     return embeds, np.concatenate([levels for _, levels in found], axis=1)
 
 
-def _runs(places: I64) -> tuple[tuple[int, int], ...]:
-    """First and after the last of each run of consecutive numbers, ascending."""
-    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs)
-
-
 def open_images(folder: Path, base: Engine, *, verify: bool | None) -> ImageReader:
     """Load a visual engine for a decoder; as `ImageReader`."""
-    own = base.provenance.get(_ENCODER_HASH)
+    own = base.provenance.get(ENCODER_HASH)
     return ImageReader(folder=folder, decoder=base.decoder, verify=verify, encoder_hash=own)
 
 
-def _contradictions(folder: Path, visual: Engine, encoder_hash: str | None) -> list[str]:
-    """Warn of an encoder of another checkpoint, which may be intended."""
-    own = visual.provenance.get(_ENCODER_HASH)
-    if own is None or encoder_hash in (None, own):  # engines of older bundles have no hash
-        return []
-    line = (
-        f"{folder} was exported from another encoder than that of the engine's checkpoint: images "
-        "may be misread; export both from one checkpoint, unless the two are to be combined"
-    )
-    logging.getLogger(__name__).warning("warning: %s", line)
-    return [line]
-
-
 def _require_match(folder: Path, manifest: Engine, decoder: DecoderSpec) -> None:
-    vision, images = manifest.vision, decoder.images
-    if images is None:
+    images = decoder.images
+    if images is None or images.token_id is None:
         raise BrokenArtifactError(
-            "the engine takes text only: it was not exported from a vision-language model",
+            f"the engine takes {'text only' if images is None else 'no images'}: it was not "
+            "exported from a vision-language model",
             hint="remove --multimodalEngineDir, or give the engine of the whole model",
         )
-    for what, of_decoder, of_encoder in (
-        ("model", images.model_type, vision.model_type),
-        ("hidden size", decoder.hidden_size, vision.hidden_size),
-        ("number of deepstack levels", images.num_deepstack, vision.num_deepstack),
-    ):
-        if of_decoder != of_encoder:
-            raise BrokenArtifactError(
-                f"{folder} is the encoder of another model: {what} {of_encoder}, the engine "
-                f"has {of_decoder}",
-                hint="give the visual engine that was exported from the same checkpoint",
-            )
+    require_match(folder, manifest, decoder)
+    levels = manifest.vision.num_deepstack
+    if images.num_deepstack != levels:
+        raise other_model(folder, "number of deepstack levels", levels, images.num_deepstack)

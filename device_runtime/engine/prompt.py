@@ -18,7 +18,7 @@ from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Input of a sequence; ids of image tokens start at the vocabulary's size."""
+    """Input of a sequence; ids of image and audio tokens start at the vocabulary's size."""
 
     token_ids: list[int]
     images: ImageRows | None = None  # None: text only

@@ -54,6 +54,15 @@ MultimodalEngineDir = Annotated[
         rich_help_panel="Model",
     ),
 ]
+AudioEngineDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--audioEngineDir",
+        help="Encode audio with the engine in this folder, which audio_build made. "
+        "Default: no audio.",
+        rich_help_panel="Model",
+    ),
+]
 Warmup = Annotated[
     int,
     typer.Option(
@@ -180,6 +189,7 @@ class InferenceFlags:
     prompts: Prompts = None
     output_file: OutputFile = None
     multimodal_engine_dir: MultimodalEngineDir = None
+    audio_engine_dir: AudioEngineDir = None
     warmup: Warmup = 0
     dump_profile: DumpProfile = False
     profile_file: ProfileFile = None

@@ -21,9 +21,9 @@ from edgellm.device_runtime.sampling.params import (
     GuideKind,
     SamplingParams,
 )
-from edgellm.multimodal.media import Source, Video
+from edgellm.multimodal.media import Audio, Source, Video
 
-_ARTICLE = {"text": "a text", "image": "an image", "video": "a video"}
+_ARTICLE = {"text": "a text", "image": "an image", "video": "a video", "audio": "an audio"}
 Role = Literal["system", "user", "assistant", "tool"]
 ContentKind = Literal["text", "image", "audio", "video"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,11 +35,14 @@ LogitBias = Annotated[  # by token id; JSON's keys are strings
 # Types of content in OpenAI's protocols, which edgellm-serve takes.
 _IMAGE = 'write {"type": "image", "image": "cat.jpg"}: a path, or a file:// or data: URI'
 _VIDEO = 'write {"type": "video", "video": "robot.mp4"}: a path, or a list of images'
+_AUDIO = 'write {"type": "audio", "audio": "question.wav"}: a path, or a file:// or data: URI'
 _TEXT = 'write {"type": "text", "text": "..."}'
 _OF_OPENAI = {
     "image_url": _IMAGE,
     "input_image": _IMAGE,
     "video_url": _VIDEO,
+    "input_audio": _AUDIO,
+    "audio_url": _AUDIO,
     "input_text": _TEXT,
     "output_text": _TEXT,
 }
@@ -49,7 +52,7 @@ _NOT_SUPPORTED = {
 
 
 class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
-    """One content item: text, or an image or video for engines with a visual encoder."""
+    """One content item: text, or what the encoders of an engine take: image, video, audio."""
 
     type: ContentKind
     text: str | None = None
@@ -60,6 +63,8 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     @property
     def source(self) -> Source | None:
         """The file or text of the item."""
+        if self.audio is not None:
+            return Audio(self.audio)
         return self.image if self.video is None else Video.of(self.video)
 
 
@@ -92,10 +97,6 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
             return [ContentItem("text", self.content)]
         for index, item in enumerate(self.content):
             where = f"{place}.content[{index}]"
-            if item.type not in _ARTICLE:
-                raise RequestError(
-                    f"{where}: {item.type} is not supported", hint="send its transcript as text"
-                )
             if getattr(item, item.type) is None:
                 raise RequestError(f"{where}: {_ARTICLE[item.type]} item needs `{item.type}`")
         return self.content

@@ -74,11 +74,10 @@ def start_request(
         for at, message in enumerate(request.messages)
     ]
     images = [shown for _, items in turns for item in items if (shown := item.source) is not None]
-    if images and llm.images is None:
-        raise RequestError(
-            f"$.requests[{index}]: the engine takes text only",
-            hint="give the folder of a visual engine as --multimodalEngineDir",
-        )
+    try:
+        llm.require_readers(images)
+    except RequestError as error:
+        raise RequestError(f"$.requests[{index}]: {error}", hint=error.hint) from None
     messages = [_message(message, items) for message, items in turns]
     system, text = _format(llm, own, messages)
     sampling = sampling_of(own, llm.defaults, greedy=greedy)
@@ -229,8 +228,12 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
     system_messages = [message for message in messages if message["role"] == "system"]
     if not options.apply_chat_template:
         image_token = llm.images.processor.image_token if llm.images is not None else ""
+        marks = {
+            **dict.fromkeys(("image", "video"), image_token),
+            "audio": llm.audio.texts.token if llm.audio is not None else "",
+        }
         parts = (system_messages, messages)
-        system, text = (without_template(part, image_token) for part in parts)
+        system, text = (without_template(part, marks) for part in parts)
         return system, text
     flags: dict[str, Any] = {"enable_thinking": options.enable_thinking}
     text = llm.formatter.format(messages, flags | _ending(options))
@@ -243,11 +246,13 @@ def _format(llm: LLM, options: Options, messages: list[dict[str, Any]]) -> tuple
 
 
 def _shown(item: ContentItem) -> dict[str, Any]:
-    """A content item for the response; images embedded in the request are left out."""
+    """A content item for the response; media embedded in the request are left out."""
     if item.video is not None:
         frames = [item.video] if isinstance(item.video, str) else item.video
         shown = [_place(frame) for frame in frames]
         return {"type": "video", "video": shown[0] if isinstance(item.video, str) else shown}
+    if item.audio is not None:
+        return {"type": "audio", "audio": _place(item.audio)}
     if item.image is None:
         return {"type": "text", "text": item.text or ""}
     return {"type": "image", "image": _place(item.image)}

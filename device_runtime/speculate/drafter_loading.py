@@ -67,7 +67,8 @@ class DrafterContext:
         images = self.base.decoder.images
         if images is None:
             return None
-        return ImageIds(self.base.decoder.vocab_size, None if has_embeddings else images.token_id)
+        token_id = images.audio_token_id if images.token_id is None else images.token_id
+        return ImageIds(self.base.decoder.vocab_size, None if has_embeddings else token_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

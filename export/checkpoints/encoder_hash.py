@@ -1,4 +1,4 @@
-"""Hash of a checkpoint's visual encoder, which matches a language model and an encoder.
+"""Hash of a checkpoint's visual and audio encoders: it matches a language model and an encoder.
 
 It ignores names and the language model's weights: a re-saved or quantized checkpoint, or a
 fine-tune with a frozen encoder, has the hash of its source.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 
 from edgellm.export.checkpoints.checkpoint import Checkpoint
-from edgellm.export.checkpoints.vlm import is_vlm, text_tower
+from edgellm.export.checkpoints.vlm import is_vlm, takes_audio, text_tower
 
 _SAMPLE_BYTES = 1 << 12  # of each tensor; training changes every part of one
 
 
 def encoder_hash(checkpoint: Checkpoint) -> dict[str, str]:
     """The hash as an entry of a bundle's provenance; {} without an encoder."""
-    if not is_vlm(checkpoint):
+    if not is_vlm(checkpoint) and not takes_audio(checkpoint):
         return {}
     tower = text_tower(checkpoint)
     text = {tower.stored_name(name) for name in tower.checkpoint.tensors.infos()}

@@ -1,4 +1,4 @@
-"""Extracts the language model of a vision-language checkpoint as a checkpoint.
+"""Extracts the language model of a checkpoint with encoders of images or audio as a checkpoint.
 
 Transformers 5 nests its config in `text_config` and names its tensors `model.language_model.*`;
 older checkpoints of the hub have flat configs and other prefixes.
@@ -35,7 +35,10 @@ class _Family:
     # Parts of tensors' names in the text architecture by those of files
     renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: re.Pattern[str] | None = None  # names of tensors of another model in the checkpoint
-    has_encoder: bool = True  # False: its encoder is not supported, only its language model
+    sees: bool = True  # False: no visual encoder, or an unsupported one
+    audio_token: tuple[str, int] | None = None  # key of its tokens of audio, and its default
+    # Keys and defaults of tokens around those of a clip, which its processor adds
+    audio_ends: tuple[tuple[str, int], ...] = ()
 
 
 _QWEN_KEYS = (
@@ -46,6 +49,8 @@ _QWEN_KEYS = (
     "vision_end_token_id",
     "vision_token_id",
 )
+_GEMMA4_AUDIO = ("audio_token_id", 258881)
+_GEMMA4_AUDIO_ENDS = ("boa_token_id", 256000), ("eoa_token_index", 258883)
 # The text model of Cosmos3-Edge computes as Arcee's does. Its checkpoint also has the layers of a
 # generator of images, which transformers ignores, too.
 _GENERATOR = re.compile(
@@ -68,17 +73,21 @@ _FAMILIES = {
         ignored=_GENERATOR,
     ),
     "gemma3": _Family(omits_tying=True, bidirectional=("mm_tokens_per_image", 256)),
-    "gemma3n": _Family(omits_tying=True, has_encoder=False),
+    "gemma3n": _Family(omits_tying=True, sees=False),
     "gemma4": _Family(
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
         states_attention=True,
+        audio_token=_GEMMA4_AUDIO,
+        audio_ends=_GEMMA4_AUDIO_ENDS,
     ),
     "gemma4_unified": _Family(
         omits_tying=True,
         bidirectional=("vision_soft_tokens_per_image", 280),
         states_attention=True,
         attention="vision",
+        audio_token=_GEMMA4_AUDIO,
+        audio_ends=_GEMMA4_AUDIO_ENDS,
     ),
     "qwen2_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
     "qwen2_5_vl": _Family(text_type="qwen2", other_keys=_QWEN_KEYS),
@@ -86,6 +95,7 @@ _FAMILIES = {
     "qwen3_vl_moe": _Family(
         text_type="qwen3_moe", text_keys={"norm_topk_prob": True}, interleaves_axes=True
     ),
+    "qwen3_asr": _Family(sees=False, audio_token=("audio_token_id", 151676)),
     "qwen3_5": _Family(interleaves_axes=True, sections=_QWEN3_5_SECTIONS),
     "qwen3_5_moe": _Family(interleaves_axes=True, sections=_QWEN3_5_SECTIONS),
     "internvl": _Family(),
@@ -97,6 +107,7 @@ _FAMILIES = {
     "muse_glimmer": _Family(),
     "idefics3": _Family(),
     "smolvlm": _Family(),
+    "voxtral": _Family(sees=False, audio_token=("audio_token_id", 24)),
 }
 _TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 _BACKBONE = "backbone."  # of Nemotron-H
@@ -127,7 +138,18 @@ def is_vlm(checkpoint: Checkpoint) -> bool:
 
 def supported() -> list[str]:
     """The model types of vision-language models whose encoder is supported."""
-    return sorted(name for name, family in _FAMILIES.items() if family.has_encoder)
+    return sorted(name for name, family in _FAMILIES.items() if family.sees)
+
+
+def takes_audio(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint has an audio encoder that is supported."""
+    config = checkpoint.config
+    family = _FAMILIES.get(str(config.get("model_type")))
+    return (
+        family is not None
+        and family.audio_token is not None
+        and config.get("audio_config") is not None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +157,7 @@ class TextTower:
     """The language model of a checkpoint."""
 
     checkpoint: Checkpoint
-    images: ImageSpec | None = None  # None: text only
+    images: ImageSpec | None = None  # of its images and audio; None: text only
     prefix: str = "model."  # of its tensors in the whole checkpoint
     head_prefix: str = "lm_head."
     renamed: Mapping[str, str] = field(default_factory=dict)  # parts of files by those of its names
@@ -161,8 +183,8 @@ def text_tower(checkpoint: Checkpoint) -> TextTower:
     config, infos = checkpoint.config, checkpoint.tensors.infos()
     reader = ConfigReader(config)
     images = None
-    if is_vlm(checkpoint):
-        images = _image_spec(reader)
+    if is_vlm(checkpoint) or takes_audio(checkpoint):
+        images = _image_spec(reader, sees=is_vlm(checkpoint), hears=takes_audio(checkpoint))
     prefix = _present(infos, [(prefix, f"{prefix}layers.") for prefix in (*_TEXT_PREFIXES, "")])
     head = _present(infos, [(prefix, prefix) for prefix in _HEAD_PREFIXES])
     family = _FAMILIES[config["model_type"]]
@@ -270,17 +292,27 @@ def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, **family.text_keys, **tied, "model_type": model_type}
 
 
-def _image_spec(reader: ConfigReader) -> ImageSpec:
+def _image_spec(reader: ConfigReader, *, sees: bool, hears: bool) -> ImageSpec:
     model_type = reader.read("model_type", str)
-    token_id = reader.optional("image_token_index", int)  # its first name
-    if token_id is None:
-        token_id = reader.read("image_token_id", int)
-    indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
+    family, token_id, indexes = _FAMILIES[model_type], None, []
+    audio_token_id, ends = None, tuple[int, ...]()
+    if sees:
+        token_id = reader.optional("image_token_index", int)  # its first name
+        if token_id is None:
+            token_id = reader.read("image_token_id", int)
+        indexes = reader.read("vision_config", dict, {}).get("deepstack_visual_indexes") or []
+    if hears:
+        assert family.audio_token is not None
+        key, usual = family.audio_token
+        audio_token_id = reader.read(key, int, usual)
+        ends = tuple(reader.read(key, int, usual) for key, usual in family.audio_ends)
     return ImageSpec(
         model_type=model_type,
         token_id=token_id,
+        audio_token_id=audio_token_id,
+        audio_ends=ends,
         num_deepstack=len(indexes),
-        bidirectional_tokens=_bidirectional_tokens(reader, _FAMILIES[model_type]),
+        bidirectional_tokens=_bidirectional_tokens(reader, family) if sees else 0,
     )
 
 

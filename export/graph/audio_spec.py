@@ -13,17 +13,19 @@ from typing import Any
 from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.core.model_spec import AudioSpec
 from edgellm.export.checkpoints.checkpoint import Checkpoint
+from edgellm.export.config.audio import (
+    FRAMES_PER_S,
+    LOG_MEL,
+    expect_settings,
+    extractor_settings,
+)
 from edgellm.export.config.reader import ConfigReader
 
 _TOKENIZER = "tokenizer.json"
-_PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 _TASKS = ("transcribe", "translate")
 _MULTILINGUAL = 51865  # smallest vocabulary of models with languages, which lack one token less
-_FRAMES_PER_S = 100
 _FILTER_WIDTH = 7
-# What log-mel features are computed by; see `edgellm.multimodal.log_mel`
-_FEATURES = {"sampling_rate": 16000, "n_fft": 400, "hop_length": 160, "dither": 0.0}
 
 
 def read_audio(
@@ -144,15 +146,6 @@ def _added_tokens(checkpoint: Checkpoint) -> dict[str, int]:
 
 def _require_features(checkpoint: Checkpoint, num_mel_bins: int, num_positions: int) -> None:
     """Reject features that `edgellm.multimodal.log_mel` does not compute."""
-    files = checkpoint.processor_files
-    name = next((name for name in _PREPROCESSORS if name in files), "")
-    values: dict[str, Any] = json.loads(files.get(name, b"{}"))
-    values = values.get("feature_extractor", values)
-    seconds = 2 * num_positions / _FRAMES_PER_S
-    wanted = {"feature_size": num_mel_bins, "chunk_length": seconds, **_FEATURES}
-    for key, value in wanted.items():
-        if values.get(key, value) != value:
-            raise UnsupportedModelError(
-                f"preprocessor_config.json: {key} {values[key]!r} is not supported, only {value:g}",
-                hint="use preprocessor_config.json and config.json as the model was published",
-            )
+    seconds = 2 * num_positions / FRAMES_PER_S
+    wanted = {"feature_size": num_mel_bins, "chunk_length": seconds, **LOG_MEL}
+    expect_settings(extractor_settings(checkpoint.processor_files), wanted)

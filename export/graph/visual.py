@@ -12,15 +12,14 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm.core import graph_io
-from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import VisionSpec
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.graph.decoder_io import declare, finish, typed
+from edgellm.export.graph.encoder_weights import encoder_weights
 from edgellm.export.onnx.builder import Op
 
 _PATCHES, _TOKENS, _TILES = "patches", "image_tokens", "tiles"
 _WINDOWS, _SLOTS = "windows", "window_slots"
-_ROOTS = ("model", "")  # prefixes of parts in transformers 5 and older versions
 
 
 def build_visual(
@@ -43,7 +42,7 @@ def build_visual(
     op = Op(dtype)
     spec = config.spec("", 0)
     inputs = _declare_inputs(spec, dtype)
-    model = encoder.Model(config, _root(weights, encoder.Model.parts))
+    model = encoder.Model(config, encoder_weights(weights, encoder.Model.parts))
     tokens, *levels = model.forward(op, inputs)
     shape = [_TOKENS, spec.hidden_size]
     outputs = [typed(tokens, dtype, shape, graph_io.IMAGE_EMBEDS)]
@@ -53,27 +52,6 @@ def build_visual(
             joined = op.Concat(*apart, axis=0, name=graph_io.DEEPSTACK_EMBEDS)
         outputs.append(typed(joined, dtype, [len(levels), *shape]))
     return finish(op, "visual_encoder", list(inputs.values()), outputs), op
-
-
-def own_leftovers(weights: Weights, encoder: ModuleType) -> list[str]:
-    """Unused tensors of the encoder; those of the language model do not count."""
-    ours = tuple(
-        f"{root}.{part}.".removeprefix(".") for root in _ROOTS for part in encoder.Model.parts
-    )
-    return [name for name in weights.unused() if name.startswith(ours)]
-
-
-def _root(weights: Weights, parts: tuple[str, ...]) -> Weights:
-    """The weights that contain the encoder's parts."""
-    names = weights.unused()
-    for root in _ROOTS:
-        found = weights / root if root else weights
-        if any(name.startswith(f"{found.prefix}{parts[0]}.") for name in names):
-            return found
-    raise BrokenArtifactError(
-        f"the checkpoint has no tensors below {parts[0]}",
-        hint="give the folder of the whole vision-language model",
-    )
 
 
 def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]:

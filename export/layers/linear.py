@@ -1,9 +1,13 @@
-"""Linear layers, float or quantized, as ONNX nodes."""
+"""Linear layers, float or quantized, as ONNX nodes; those of Gemma 4's encoders have bounds."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import onnx_ir as ir
 
+from edgellm.core.errors import BrokenArtifactError
 from edgellm.export.checkpoints import quantized
 from edgellm.export.checkpoints.quantized_weight import (
     BlockFactors,
@@ -44,6 +48,40 @@ class Linear:
     def _dense(self, op: Op, x: ir.Value) -> ir.Value:
         stored = self.weights.take("weight", self.shape, op.dtype)
         return call(op, attention.linear(), x, op.parameter(stored))
+
+
+class ClippedLinear:
+    """A linear layer, whose inputs and outputs may be clipped to bounds of the checkpoint."""
+
+    def __init__(self, weights: Weights, sizes: tuple[int, int], *, is_clipped: bool) -> None:
+        """`sizes`: input, output."""
+        self.weights, self.is_clipped = weights, is_clipped
+        self.linear = Linear(weights / "linear", *sizes, bias=False)
+
+    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
+        """Append the layer; x [..., in] -> [..., out]."""
+        return self._clipped(op, self.linear(op, self._clipped(op, x, "input")), "output")
+
+    def _clipped(self, op: Op, x: ir.Value, side: str) -> ir.Value:
+        if not self.is_clipped:
+            return x
+        least, maximum = (self.weights.number(f"{side}_{end}") for end in ("min", "max"))
+        if not least <= maximum:
+            raise BrokenArtifactError(
+                f"{self.weights.prefix}{side}_min = {least} is not below {side}_max = {maximum}",
+                hint="the checkpoint is damaged; fetch it again",
+            )
+        with op.scope(self.weights.prefix.rstrip(".")):
+            return clip(op, x, least, maximum)
+
+
+def clip(op: Op, x: ir.Value, least: float, maximum: float) -> ir.Value:
+    """X between bounds; no node if they are infinite or beyond the activations' type."""
+    if math.isinf(least) and math.isinf(maximum):
+        return x
+    limits = np.finfo(op.dtype.numpy())
+    bounds = max(least, float(limits.min)), min(maximum, float(limits.max))
+    return op.Clip(x, *(op.constant(bound, op.dtype) for bound in bounds))
 
 
 def block_operands(op: Op, weight: BlockWeight) -> list[ir.Value]:

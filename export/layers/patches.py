@@ -17,7 +17,7 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import call, linear
 
-_MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
+MASKED = {ir.DataType.FLOAT: -1e30, ir.DataType.FLOAT16: -3e4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Windows:
     def prepare(cls, op: Op, slots: ir.Value, mask: ir.Value, rows: ir.Value, size: int) -> Windows:
         """Append nodes that windowed layers share; `mask` bool [W, Z] is true for real patches."""
         with op.scope("windows"):
-            shut = op.constant(_MASKED[op.dtype], op.dtype)
+            shut = op.constant(MASKED[op.dtype], op.dtype)
             additive = op.Where(mask, op.constant(0, op.dtype), shut)
             columns = op.Unsqueeze(additive, op.constant([1, 2]))  # [W, 1, 1, Z]
             # Both ONNX Runtime and TensorRT broadcast a mask over heads, but not over its rows.

@@ -17,13 +17,12 @@ from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import AttentionKind
 from edgellm.export.config.reader import REMEDY, ConfigReader
-from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import PassState, split_heads
+from edgellm.export.layers.audio_blocks import EPSILON, Attention, Convolution, EncoderLayer
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import FeedForward
 from edgellm.export.layers.norm import LayerNorm
-from edgellm.export.layers.patches import attend
 from edgellm.export.onnx.builder import Op
 
 TINY = {
@@ -44,8 +43,6 @@ TINY = {
     "eos_token_id": 100,
     "pad_token_id": 100,
 }
-_KERNEL = 3  # frames of a convolution
-_EPSILON = 1e-5
 # Training, decoding (read from generation_config.json) and other tasks
 _UNREAD = (
     "activation_dropout",
@@ -105,7 +102,7 @@ class Config(DecoderConfig):
             num_attention_heads=heads,
             intermediate_size=reader.positive("decoder_ffn_dim", 1536),
             max_position_embeddings=reader.positive("max_target_positions", 448),
-            layer_norm_eps=_EPSILON,
+            layer_norm_eps=EPSILON,
         )
         config = cls.read(
             reader,
@@ -122,16 +119,6 @@ class Config(DecoderConfig):
         return config.attending((AttentionKind(None),) * config.num_hidden_layers)
 
 
-class Attention:
-    """The linear layers of attention; keys have no bias."""
-
-    def __init__(self, weights: Weights, size: int) -> None:
-        self.q_proj = Linear(weights / "q_proj", size, size, bias=True)
-        self.k_proj = Linear(weights / "k_proj", size, size, bias=False)
-        self.v_proj = Linear(weights / "v_proj", size, size, bias=True)
-        self.out_proj = Linear(weights / "out_proj", size, size, bias=True)
-
-
 class DecoderLayer:
     """Pre-norm block: self-attention, attention to audio, feed-forward network."""
 
@@ -140,7 +127,7 @@ class DecoderLayer:
         self.self_attn = Attention(weights / "self_attn", size)
         self.encoder_attn = Attention(weights / "encoder_attn", size)
         self.norms = [
-            LayerNorm(weights / name, size, _EPSILON)
+            LayerNorm(weights / name, size, EPSILON)
             for name in (
                 "self_attn_layer_norm",
                 "encoder_attn_layer_norm",
@@ -182,7 +169,7 @@ class Model:
             DecoderLayer(config, decoder / f"layers.{index}")
             for index in range(config.num_hidden_layers)
         ]
-        self.norm = LayerNorm(decoder / "layer_norm", size, _EPSILON)
+        self.norm = LayerNorm(decoder / "layer_norm", size, EPSILON)
         head = table if config.tie_word_embeddings else weights / "proj_out"
         self.proj_out = Linear(head, size, config.vocab_size, bias=False)
 
@@ -201,65 +188,27 @@ class Model:
         return self.proj_out(op, self.norm(op, x))
 
 
-class Convolution:
-    """Convolution over frames, and its activation."""
-
-    def __init__(self, weights: Weights, channels: tuple[int, int], stride: int) -> None:
-        """`channels`: in and out."""
-        self.weights, self.channels, self.stride = weights, channels, stride
-
-    def __call__(self, op: Op, x: ir.Value, activation: str) -> ir.Value:
-        """Append the layer; x [1, in, frames] -> [1, out, frames / stride]."""
-        inner, outer = self.channels
-        with op.scope(self.weights.prefix.rstrip(".")):
-            weight, bias = (
-                op.cast(op.parameter(self.weights.take(name, shape, op.dtype)), op.dtype)
-                for name, shape in (("weight", (outer, inner, _KERNEL)), ("bias", (outer,)))
-            )
-            given = {"kernel_shape": [_KERNEL], "pads": [1, 1], "strides": [self.stride]}
-            return activate(op, op.Conv(x, weight, bias, **given), activation)
-
-
-class EncoderLayer:
-    """Pre-norm block of the encoder."""
-
-    def __init__(self, config: Config, weights: Weights) -> None:
-        size, self.heads = config.hidden_size, config.encoder_heads
-        self.self_attn = Attention(weights / "self_attn", size)
-        self.self_attn_layer_norm, self.final_layer_norm = (
-            LayerNorm(weights / name, size, _EPSILON)
-            for name in ("self_attn_layer_norm", "final_layer_norm")
-        )
-        self.mlp = FeedForward(
-            first=weights / "fc1",
-            second=weights / "fc2",
-            sizes=(size, config.encoder_inner_size, size),
-            activation=config.activation,
-        )
-
-    def forward(self, op: Op, x: ir.Value) -> ir.Value:
-        """X [1, A, H] -> [1, A, H]."""
-        own, h = self.self_attn, self.self_attn_layer_norm(op, x)
-        y = attend(op, own.q_proj(op, h), own.k_proj(op, h), own.v_proj(op, h), self.heads)
-        x = op.Add(x, own.out_proj(op, y))
-        return op.Add(x, self.mlp(op, self.final_layer_norm(op, x)))
-
-
 class Encoder:
     """Convolutions, learned positions, blocks and final norm; then keys and values of audio."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
         self.config, encoder, size = config, weights / "model.encoder", config.hidden_size
         self.convolutions = [
-            Convolution(encoder / "conv1", (config.num_mel_bins, size), 1),
-            Convolution(encoder / "conv2", (size, size), 2),
+            Convolution(weights=encoder / name, channels=(inner, size), stride=stride)
+            for name, inner, stride in (("conv1", config.num_mel_bins, 1), ("conv2", size, 2))
         ]
         self.embed_positions = encoder / "embed_positions"
         self.layers = [
-            EncoderLayer(config, encoder / f"layers.{index}")
+            EncoderLayer(
+                weights=encoder / f"layers.{index}",
+                size=size,
+                num_heads=config.encoder_heads,
+                inner_size=config.encoder_inner_size,
+                activation=config.activation,
+            )
             for index in range(config.encoder_layers)
         ]
-        self.layer_norm = LayerNorm(encoder / "layer_norm", size, _EPSILON)
+        self.layer_norm = LayerNorm(encoder / "layer_norm", size, EPSILON)
         self.readers = [
             Attention(weights / f"model.decoder.layers.{index}.encoder_attn", size)
             for index in range(config.num_hidden_layers)

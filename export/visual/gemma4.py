@@ -8,7 +8,6 @@ language model. Source: transformers' models/gemma4.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,13 +15,13 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core import graph_io
-from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
+from edgellm.core.errors import UnsupportedModelError
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import language_size, read_activation, read_square, read_theta
 from edgellm.export.layers.activations import activate
 from edgellm.export.layers.attention import merge_heads, split_heads
-from edgellm.export.layers.linear import Linear
+from edgellm.export.layers.linear import ClippedLinear, Linear
 from edgellm.export.layers.norm import RMSNorm, UnweightedRMSNorm
 from edgellm.export.layers.patches import (
     PatchState,
@@ -120,35 +119,6 @@ class Config(qwen2_vl.Config):
         )
 
 
-class ClippedLinear:
-    """A linear layer, whose inputs and outputs may be clipped to bounds of the checkpoint."""
-
-    def __init__(self, config: Config, weights: Weights, sizes: tuple[int, int]) -> None:
-        """`sizes`: input, output."""
-        self.weights, self.is_clipped = weights, config.is_clipped
-        self.linear = Linear(weights / "linear", *sizes, bias=False)
-
-    def __call__(self, op: Op, x: ir.Value) -> ir.Value:
-        """Append the layer; x [..., in] -> [..., out]."""
-        return self._clipped(op, self.linear(op, self._clipped(op, x, "input")), "output")
-
-    def _clipped(self, op: Op, x: ir.Value, side: str) -> ir.Value:
-        if not self.is_clipped:
-            return x
-        least, maximum = (self.weights.number(f"{side}_{end}") for end in ("min", "max"))
-        if not least <= maximum:
-            raise BrokenArtifactError(
-                f"{self.weights.prefix}{side}_min = {least} is not below {side}_max = {maximum}",
-                hint="the checkpoint is damaged; fetch it again",
-            )
-        if math.isinf(least) and math.isinf(maximum):
-            return x
-        limits = np.finfo(op.dtype.numpy())
-        bounds = max(least, float(limits.min)), min(maximum, float(limits.max))
-        with op.scope(self.weights.prefix.rstrip(".")):
-            return op.Clip(x, *(op.constant(bound, op.dtype) for bound in bounds))
-
-
 class Embeddings:
     """Patches as a linear layer, and learned embeddings of columns and rows."""
 
@@ -184,9 +154,10 @@ class Attention:
         self.config = config
         size, width = config.size, config.num_heads * config.head_dim
         self.q_proj, self.k_proj, self.v_proj = (
-            ClippedLinear(config, weights / f"{name}_proj", (size, width)) for name in "qkv"
+            ClippedLinear(weights / f"{name}_proj", (size, width), is_clipped=config.is_clipped)
+            for name in "qkv"
         )
-        self.o_proj = ClippedLinear(config, weights / "o_proj", (width, size))
+        self.o_proj = ClippedLinear(weights / "o_proj", (width, size), is_clipped=config.is_clipped)
         self.q_norm, self.k_norm = (
             RMSNorm(weights / f"{name}_norm", config.head_dim, config.epsilon) for name in "qk"
         )
@@ -219,10 +190,14 @@ class MLP:
         self.activation = config.activation
         size, inner_size = config.size, config.inner_size
         self.gate_proj, self.up_proj = (
-            ClippedLinear(config, weights / f"{name}_proj", (size, inner_size))
+            ClippedLinear(
+                weights / f"{name}_proj", (size, inner_size), is_clipped=config.is_clipped
+            )
             for name in ("gate", "up")
         )
-        self.down_proj = ClippedLinear(config, weights / "down_proj", (inner_size, size))
+        self.down_proj = ClippedLinear(
+            weights / "down_proj", (inner_size, size), is_clipped=config.is_clipped
+        )
 
     def __call__(self, op: Op, x: ir.Value) -> ir.Value:
         """Append the network; x [1, P, d] -> [1, P, d]."""

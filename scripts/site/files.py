@@ -32,6 +32,7 @@ _PARTS = (
         model_spec.DraftSpec,
         model_spec.BlockSpec,
         model_spec.VisionSpec,
+        model_spec.AudioEncoderSpec,
     ),
     *(model_spec.PoolerSpec, model_spec.DenseSpec, model_spec.RerankSpec),
     manifest.FileRecord,

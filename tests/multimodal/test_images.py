@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from edgellm.core.errors import RequestError
-from edgellm.multimodal import images
+from edgellm.multimodal import images, source_files
 from edgellm.multimodal.images import content_hash, open_image
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
@@ -425,7 +425,7 @@ def test_decompression_bombs_are_rejected_by_their_header(tmp_path, size, recwar
 
 
 def test_large_files_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(source_files, "MAX_FILE_BYTES", 10)
     Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
     refused("a.png", tmp_path, "bytes, more than 10")
 

@@ -158,8 +158,8 @@ def build_its_draft(bundle: Path, engine: Path, plan: Plan) -> Engine:
     return build_engine("draft", bundle, engine, plan, CUDA, lambda _: None)
 
 
-def build_encoder(bundle: Path, engine: Path, plan: Plan) -> Engine:
-    return build_engine("visual", bundle, engine, plan, CUDA, lambda _: None)
+def build_encoder(bundle: Path, engine: Path, plan: Plan, product: str = "visual") -> Engine:
+    return build_engine(product, bundle, engine, plan, CUDA, lambda _: None)
 
 
 def open_base(engine: Path) -> DecoderNetwork:
@@ -175,7 +175,7 @@ def open_draft(engine: Path) -> DraftNetwork:
         return draft.open_draft(folder, manifest)
 
 
-def open_encoder(engine: Path) -> EncoderNetwork:
-    manifest = load_engine(engine, VISUAL_ENGINE)
+def open_encoder(engine: Path, kind: str = VISUAL_ENGINE) -> EncoderNetwork:
+    manifest = load_engine(engine, kind)
     with cuda_is_the_cpu():
         return encoder.open_encoder(engine, manifest)

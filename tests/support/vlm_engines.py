@@ -102,7 +102,7 @@ MROPE = replace(
     },
 )
 # Base of a draft of `eagle_reference`.
-_UNDER_DRAFT = {
+UNDER_DRAFT = {
     "hidden_size": BASE_HIDDEN,
     "num_hidden_layers": BASE_LAYERS,
     "num_attention_heads": 6,
@@ -204,7 +204,7 @@ def build_vlm(
 
     Under an assistant of Gemma 4 it is the base of `gemma4_assistants`.
     """
-    base = _UNDER_DRAFT if draft is not None else {}
+    base = UNDER_DRAFT if draft is not None else {}
     if draft == "assistant":
         base = gemma4_assistants.FORMS[model_type][1] | {"max_position_embeddings": 1024}
     checkpoint = make_vlm(folder / "checkpoint", model_type, **base)
@@ -236,6 +236,41 @@ def build_vlm(
         "visual", folder / "visual_bundle", found.visual_engine, encoder, "onnxruntime", _silent
     )
     return found
+
+
+def by_whole_passes(
+    model: Any, ids: Any, kinds: Any, rows: dict[int, Any], count: int
+) -> list[int]:
+    """Greedy ids without a cache, with the masks of Google's implementation.
+
+    Those that transformers makes of 2-D masks have global layers that are not causal:
+    github.com/huggingface/transformers/issues/46711
+
+    Args:
+        model: Gemma 4 12B.
+        ids: of the prompt, [1, S].
+        kinds: of its tokens, [1, S].
+        rows: embeddings of tokens, by kind.
+        count: maximum new tokens.
+    """
+    import torch
+
+    begin = ids.shape[1]
+    with torch.no_grad():
+        while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
+            kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
+            embeds = model.get_input_embeddings()(ids)
+            for kind, found in rows.items():
+                embeds[kinds == kind] = found
+            positions = torch.arange(ids.shape[1])[None]
+            masks = model.create_masks_for_generate(
+                model.config, embeds, None, None, positions, mm_token_type_ids=kinds
+            )
+            logits = model(
+                inputs_embeds=embeds, position_ids=positions, attention_mask=masks
+            ).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, begin:].tolist()
 
 
 class Reference:
@@ -295,23 +330,18 @@ class Reference:
         if pixels and config.model_type.startswith((*QWEN_LIKE, "muse")):
             inputs["image_grid_thw"] = torch.tensor([(1, *grid) for grid in grids])
         if config.model_type == "gemma4_unified":
-            return self._by_whole_passes(inputs, count)
+            rows = self._placed_rows(inputs)
+            return by_whole_passes(self.model, tokens, inputs["mm_token_type_ids"], rows, count)
         with torch.no_grad():
             output = self.model.generate(
                 **inputs, max_new_tokens=count, do_sample=False, eos_token_id=2
             )
         return output[0, len(ids) :].tolist()
 
-    def _by_whole_passes(self, inputs: dict[str, Any], count: int) -> list[int]:
-        """Greedy ids without a cache, with the masks of Google's implementation.
-
-        Those that transformers makes of 2-D masks have global layers that are not causal:
-        github.com/huggingface/transformers/issues/46711
-        """
+    def _placed_rows(self, inputs: dict[str, Any]) -> dict[int, Any]:
+        """Embeddings of images and videos, by the kind of their tokens."""
         import torch
 
-        ids, kinds = inputs["input_ids"], inputs["mm_token_type_ids"]
-        begin = ids.shape[1]
         with torch.no_grad():
             features: dict[int, Any] = {}
             if "pixel_values" in inputs:
@@ -322,20 +352,7 @@ class Reference:
                 names = "pixel_values_videos", "video_position_ids", "num_frames_per_video"
                 found = self.model.model.get_video_features(*(inputs[name] for name in names))
                 features[2] = torch.cat([*found.pooler_output])
-            while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
-                kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
-                embeds = self.model.get_input_embeddings()(ids)
-                for kind, rows in features.items():
-                    embeds[kinds == kind] = rows
-                positions = torch.arange(ids.shape[1])[None]
-                masks = self.model.create_masks_for_generate(
-                    self.model.config, embeds, None, None, positions, mm_token_type_ids=kinds
-                )
-                logits = self.model(
-                    inputs_embeds=embeds, position_ids=positions, attention_mask=masks
-                ).logits
-                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-        return ids[0, begin:].tolist()
+        return features
 
     def _planes(self, pixels: list[np.ndarray], grids: list[Any]) -> dict[str, Any]:
         """Inputs of Pixtral: images, padded to the same size."""

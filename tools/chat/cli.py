@@ -49,6 +49,7 @@ def chat(
         verify=flags.verify,
         spec=spec_flags.read(),
         multimodal_engine_dir=flags.multimodal_engine_dir,
+        audio_engine_dir=flags.audio_engine_dir,
         context_reuse=True,
         allow_special_tokens=flags.allow_special_tokens,
     )

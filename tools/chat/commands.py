@@ -56,6 +56,11 @@ def _image(conversation: Conversation, value: str) -> list[str]:
     return [f"{Path(value).name}: goes with the next message ({len(conversation.images)} in all)"]
 
 
+def _audio(conversation: Conversation, value: str) -> list[str]:
+    conversation.attach_audio(Path(value))
+    return [f"{Path(value).name}: goes with the next message ({len(conversation.clips)} in all)"]
+
+
 def _system(conversation: Conversation, value: str) -> list[str]:
     if value:
         conversation.system = value
@@ -94,6 +99,7 @@ def _help(_: Conversation, __: str) -> list[str]:
 
 COMMANDS = {
     "image": Command("FILE", "attach an image to the next message", _image),
+    "audio": Command("FILE", "attach audio to the next message", _audio),
     "system": Command("TEXT", "set the system prompt; alone, show it", _system),
     "continue": Command("", "continue the last answer", lambda *_: []),
     "reset": Command("", "clear the conversation, keep the system prompt", _reset),

@@ -12,6 +12,7 @@ from edgellm.core.artifact import check_output_file, replace_file
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.multimodal.media import Audio
 from edgellm.tools.chat.statistics import Totals
 
 Message = dict[str, Any]
@@ -35,6 +36,7 @@ class Conversation:
     system: str = ""
     turns: list[Message] = field(default_factory=list)
     images: list[str] = field(default_factory=list)  # for the next message
+    clips: list[str] = field(default_factory=list)  # of audio, for the next message
     totals: Totals = field(default_factory=Totals)
     context_tokens: int = 0  # of the latest prompt and its output
 
@@ -79,7 +81,7 @@ class Conversation:
         else:
             reply = {"role": "assistant", "content": output.text}
             self.turns += [self._message(text), reply]
-            self.images.clear()
+            self._detach()
         self.totals.add(output)
         self.context_tokens = output.prompt_token_count + len(output.token_ids)
 
@@ -98,10 +100,22 @@ class Conversation:
         self.llm.images.see([found], Path.cwd())
         self.images.append(found)
 
+    def attach_audio(self, path: Path) -> None:
+        """Attach audio to the next message; the audio encoder runs at once.
+
+        Raises:
+            RequestError: it cannot be read, or the engine takes no audio.
+        """
+        found = str(_expanded(path).absolute())
+        self.llm.require_readers([Audio(found)])
+        assert self.llm.audio is not None
+        self.llm.audio.hear([Audio(found)], Path.cwd())
+        self.clips.append(found)
+
     def reset(self) -> None:
-        """Clear the turns and attached images; keep the system prompt."""
+        """Clear the turns and attached files; keep the system prompt."""
         self.turns.clear()
-        self.images.clear()
+        self._detach()
         self.context_tokens = 0
 
     def save(self, path: Path) -> None:
@@ -115,11 +129,16 @@ class Conversation:
         content = {"requests": [{"messages": self.messages}]}
         replace_file(path, json.dumps(content, indent=4, ensure_ascii=False) + "\n")
 
+    def _detach(self) -> None:
+        self.images.clear()
+        self.clips.clear()
+
     def _message(self, text: str) -> Message:
-        if not self.images:
+        if not self.images and not self.clips:
             return {"role": "user", "content": text}
-        images = [{"type": "image", "image": path} for path in self.images]
-        return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+        items = [{"type": "image", "image": path} for path in self.images]
+        items += [{"type": "audio", "audio": path} for path in self.clips]
+        return {"role": "user", "content": [*items, {"type": "text", "text": text}]}
 
     def _start(self, messages: list[Message]) -> RequestOutput:
         return self.llm.generate(

@@ -11,6 +11,7 @@ import typer
 from edgellm.core.cli import with_flags
 from edgellm.device_runtime.request_files.flags import (
     AllowSpecialTokens,
+    AudioEngineDir,
     EngineDir,
     MultimodalEngineDir,
     Verify,
@@ -55,6 +56,7 @@ class ChatFlags:
 
     engine_dir: EngineDir
     multimodal_engine_dir: MultimodalEngineDir = None
+    audio_engine_dir: AudioEngineDir = None
     system: System = ""
     max_generate_length: MaxGenerateLength = None
     enable_thinking: EnableThinking = False

@@ -26,6 +26,7 @@ _ALIASES = {
         "quantize": ("edgellm.quantize.cli", "Quantize a checkpoint or a draft."),
         "build": ("edgellm.build.cli", "Build an engine from a bundle."),
         "visual-build": ("edgellm.build.visual_cli", "Build a visual engine from a bundle."),
+        "audio-build": ("edgellm.build.audio_cli", "Build an audio engine from a bundle."),
         "infer": ("edgellm.device_runtime.cli", "Run a file of requests."),
     },
     "Tools": {

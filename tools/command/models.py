@@ -131,6 +131,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
         "last_used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s)),
         "engine": str(entry.engine),
         **({"visual": str(entry.visual)} if entry.visual else {}),
+        **({"audio": str(entry.audio)} if entry.audio else {}),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,14 @@ Images = Annotated[
         rich_help_panel="Model",
     ),
 ]
+Clips = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--audio",
+        help="Give this audio to a model that takes it; repeat it for more. Default: no audio.",
+        rich_help_panel="Model",
+    ),
+]
 MaxTokens = Annotated[
     int,
     typer.Option(
@@ -68,24 +77,21 @@ def run(
     recipe_flags: RecipeFlags,
     prompt: Prompt = None,
     images: Images = None,
+    clips: Clips = None,
     system: System = "",
     max_tokens: MaxTokens = 1024,
     enable_thinking: EnableThinking = False,
 ) -> None:
     """Chat with a model, or answer one prompt."""
     text = _prompt(prompt)
-    if images and text is None:
-        raise EdgeLLMError("--image needs a prompt", hint="in a chat, /image FILE attaches one")
-    for image in images or ():
-        if not image.is_file():
-            raise EdgeLLMError(f"--image {image}: no such file", hint="check the path")
+    attached = {"image": images or (), "audio": clips or ()}
+    for name, files in attached.items():
+        _check_files(name, files, has_prompt=text is not None)
 
     def start(found: Prepared) -> Conversation:
-        if images and found.visual is None:
-            raise EdgeLLMError(
-                f"{found.name} takes text only, no --image",
-                hint="leave --image out, or give a checkpoint or hub id of a model that sees",
-            )
+        for name, encoder in (("image", found.visual), ("audio", found.audio)):
+            if attached[name] and encoder is None:
+                raise _without_encoder(found, name)
         return _open(found, sampling_flags, system, max_tokens, enable_thinking=enable_thinking)
 
     if text is None:
@@ -100,7 +106,28 @@ def run(
         raise typer.Exit(1 if chat(conversation, open_screen(conversation, None)) else 0)
     for image in images or ():
         conversation.attach(image)
+    for clip in clips or ():
+        conversation.attach_audio(clip)
     _answer(conversation, text)
+
+
+def _check_files(name: str, files: Sequence[Path], *, has_prompt: bool) -> None:
+    """Raise `EdgeLLMError` for attached files without a prompt, or missing ones."""
+    if files and not has_prompt:
+        raise EdgeLLMError(f"--{name} needs a prompt", hint=f"in a chat, /{name} FILE attaches one")
+    for file in files:
+        if not file.is_file():
+            raise EdgeLLMError(f"--{name} {file}: no such file", hint="check the path")
+
+
+def _without_encoder(found: Prepared, name: str) -> EdgeLLMError:
+    """The error of a model that takes no attached files of this kind."""
+    is_text = found.visual is None and found.audio is None
+    verb = "sees" if name == "image" else "hears"
+    return EdgeLLMError(
+        f"{found.name} takes {'text only, ' if is_text else ''}no --{name}",
+        hint=f"leave --{name} out, or give a checkpoint or hub id of a model that {verb}",
+    )
 
 
 def _prompt(given: str | None) -> str | None:
@@ -145,6 +172,7 @@ def _open(
         found.engine,
         spec=SpecOptions(network=AUTO),
         multimodal_engine_dir=found.visual,
+        audio_engine_dir=found.audio,
         context_reuse=True,
     )
     if not llm.tokenizer.has_template:

@@ -25,7 +25,7 @@ _DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")  # flags
     ),
 )
 @with_recipe_flags
-@with_flags_of(edgellm_serve, "engine_dirs", "multimodal_engine_dirs")
+@with_flags_of(edgellm_serve, "engine_dirs", "multimodal_engine_dirs", "audio_engine_dirs")
 def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> None:
     """Serve a model over HTTP with OpenAI's, Anthropic's, Ollama's and Triton's protocols.
 
@@ -36,6 +36,8 @@ def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> Non
         engines: dict[str, Any] = {"engine_dirs": [str(found.engine)]}
         if found.visual is not None:
             engines["multimodal_engine_dirs"] = [str(found.visual)]
+        if found.audio is not None:
+            engines["audio_engine_dirs"] = [str(found.audio)]
         own = flags if any(flags[name] for name in _DRAFTERS) else {**flags, "spec": "auto"}
         edgellm_serve(**{**own, **engines, "model_name": flags["model_name"] or found.name})
 

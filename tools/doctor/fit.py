@@ -1,4 +1,4 @@
-"""Checks whether a bundle can be built here, as `llm_build` and `visual_build` do first."""
+"""Checks whether a bundle can be built here, as `llm_build` and others do first."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgellm.build.artifact_kinds import DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
+from edgellm.build.artifact_kinds import AUDIO, DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
 from edgellm.build.backends import choose, options_of
-from edgellm.build.plan import Plan, image_plan
+from edgellm.build.plan import Plan, audio_plan, image_plan
 from edgellm.build.resource_estimate import Prediction, predict
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, MANIFEST_NAME, load_bundle
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding
 
 _INPUT, _CAPACITY, _TREE = 1024, 4096, 60  # defaults of llm_build
+_AUDIO_S = 120  # that of audio_build
 
 
 def examine_bundle(bundle: Path, backend: str, target_sm: str) -> Iterator[Finding]:
@@ -47,6 +48,8 @@ def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Predic
     options = options_of(name, flags)
     if product == VISUAL:
         plan = image_plan(4, 1024, 512, 0, options=options)
+    elif product == AUDIO:
+        plan = audio_plan(_AUDIO_S, 0, options=options)
     else:
         longest = load_bundle(source, PRODUCTS[product].bundle).decoder.max_positions
         capacity = min(_CAPACITY, longest)

@@ -50,7 +50,12 @@ def edgellm_serve(flags: ServeFlags, spec_flags: SpecFlags) -> None:
     settings.require_safe(flags.host, has_keys=bool(keys), allow_no_key=flags.allow_no_key)
     draft, budget = how and how.draft_engine_dir, flags.memory_budget * models.BYTES_PER_GB
     given = models.read_models(
-        flags.engine_dirs, flags.multimodal_engine_dirs or (), flags.model_name, draft, budget
+        flags.engine_dirs,
+        flags.multimodal_engine_dirs or (),
+        flags.model_name,
+        draft,
+        budget,
+        audio=flags.audio_engine_dirs or (),
     )
     if any(model.is_speech for model in given):
         require("audio")

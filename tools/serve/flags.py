@@ -56,6 +56,16 @@ MultimodalEngineDirs = Annotated[
         rich_help_panel="Model",
     ),
 ]
+AudioEngineDirs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--audioEngineDir",
+        metavar="[NAME=]DIR",
+        help="Encode audio with the engine in this folder, which audio_build made; without "
+        "NAME it is for the first engine. Default: no audio.",
+        rich_help_panel="Model",
+    ),
+]
 MemoryBudget = Annotated[
     float,
     typer.Option(
@@ -176,7 +186,7 @@ ImageFolders = Annotated[
     list[Path] | None,
     typer.Option(
         "--allowImageFolder",
-        help="Accept file:// URLs of images in this folder; repeatable. Default: none.",
+        help="Accept file:// URLs of images and audio in this folder; repeatable. Default: none.",
         rich_help_panel="Server",
     ),
 ]
@@ -269,6 +279,7 @@ class ServeFlags:
 
     engine_dirs: EngineDirs
     multimodal_engine_dirs: MultimodalEngineDirs = None
+    audio_engine_dirs: AudioEngineDirs = None
     memory_budget: MemoryBudget = math.inf
     host: Host = "127.0.0.1"
     port: Port = 8000

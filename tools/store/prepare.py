@@ -40,6 +40,7 @@ _REMEDIES = {  # by those of llm_build
     "--maxKVCacheCapacity or --maxBatchSize": "--context",
     "--maxKVCacheCapacity": "--context",
 }
+_AUDIO_S = 120  # the longest audio clip
 _Result = TypeVar("_Result")
 
 
@@ -50,6 +51,7 @@ class Prepared:
     name: str
     engine: Path
     visual: Path | None = None
+    audio: Path | None = None
     entry: Entry | None = None  # None: the user gave an engine's folder
 
 
@@ -121,7 +123,13 @@ def prepare(
 
 
 def _ready(entry: Entry) -> Prepared:
-    return Prepared(name=entry.record.name, engine=entry.engine, visual=entry.visual, entry=entry)
+    return Prepared(
+        name=entry.record.name,
+        engine=entry.engine,
+        visual=entry.visual,
+        audio=entry.audio,
+        entry=entry,
+    )
 
 
 def _stored(store: Store, model: str, source: Source | None, recipe: Recipe) -> Entry | None:
@@ -220,6 +228,7 @@ def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path
         _run_build("draft", bundles / "draft", work / "engine", draft_plan(plan), backend)
     if checkpoint is not None:
         _build_encoder(checkpoint, bundles, work, plan.threads, backend)
+        _build_audio_encoder(checkpoint, bundles, work, plan.threads, backend)
     shutil.rmtree(bundles, ignore_errors=True)
     made = dataclasses.replace(
         recipe,
@@ -326,6 +335,27 @@ def _build_encoder(
     per_image = max(512, manifest.vision.tokens_per_tile)
     plan = image_plan(4, max(1024, per_image), per_image, threads, options=options_of(backend, {}))
     _run_build("visual", bundles / "visual", work / "visual", plan, backend)
+
+
+def _build_audio_encoder(
+    checkpoint: Checkpoint, bundles: Path, work: Path, threads: int, backend: str
+) -> None:
+    """Export and build the audio encoder of a chat model; an unsupported one is noted."""
+    from edgellm.build.backends import options_of
+    from edgellm.build.plan import audio_plan
+    from edgellm.core.errors import UnsupportedModelError
+    from edgellm.export.pipeline.audio import export_audio
+    from edgellm.export.pipeline.encoder import EncoderOptions
+
+    if not checkpoint.config.get("audio_config"):
+        return
+    try:
+        export_audio(checkpoint, bundles / "audio", EncoderOptions())
+    except UnsupportedModelError as error:
+        typer.echo(f"note: the model takes no audio here: {error}", err=True)
+        return
+    plan = audio_plan(_AUDIO_S, threads, options=options_of(backend, {}))
+    _run_build("audio", bundles / "audio", work / "audio", plan, backend)
 
 
 def _precision(manifest: Bundle, plan: Plan) -> str:

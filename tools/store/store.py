@@ -4,6 +4,7 @@
 $EDGELLM_HOME/models/<key>/model.json   the record
                           /engine/      of llm_build, with its draft
                           /visual/      of visual_build, for models that see
+                          /audio/       of audio_build, for models that hear
 ```
 
 A key is the hash of the model's content and of how its engine is made. An entry appears at once,
@@ -114,6 +115,12 @@ class Entry:
     def visual(self) -> Path | None:
         """The folder of its visual engine; None for a model of text."""
         folder = self.folder / "visual"
+        return folder if folder.is_dir() else None
+
+    @property
+    def audio(self) -> Path | None:
+        """The folder of its audio engine; None for a model that takes no audio."""
+        folder = self.folder / "audio"
         return folder if folder.is_dir() else None
 
     @property

@@ -12,9 +12,12 @@ from edgellm.core.artifact import hash_file, verify_files
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.manifest import DRAFT_FOLDER, MANIFEST_NAME, FileRecord
 
-_KINDS = ("llm_bundle", "draft_bundle", "visual_bundle", "llm_engine", "draft_engine",
-          "visual_engine")  # fmt: skip
-_MADE_BY = "give a folder that edgellm-export, llm_build or visual_build made"
+_KINDS = tuple(
+    f"{network}_{form}"
+    for form in ("bundle", "engine")
+    for network in ("llm", "draft", "visual", "audio")
+)
+_MADE_BY = "give a folder that edgellm-export, llm_build, visual_build or audio_build made"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         options = {
             "threads": threads,
             "optimize": False,
-            "keeps_memory": ROLES[role].rows not in (Rows.IMAGE, Rows.AUDIO),
+            "keeps_memory": ROLES[role].rows not in (Rows.ITEM, Rows.AUDIO),
             "own_kernels": own_kernels,
         }
         loaded = [

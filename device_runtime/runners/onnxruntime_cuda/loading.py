@@ -59,7 +59,7 @@ class Loader:
 
     def of_role(self, role: str) -> ort.InferenceSession:
         """The session of a role without a cache, with one graph."""
-        keeps = ROLES[role].rows is not Rows.IMAGE
+        keeps = ROLES[role].rows is not Rows.ITEM
         return self.load(self._paths[0], keeps_memory=keeps, entries=self._entries)
 
     def load(self, path: Path, **options: object) -> ort.InferenceSession:

@@ -211,7 +211,7 @@ USER = {"role": "user", "content": "w20"}
      ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text None is not a text"),
      ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\].image None is not a"),
      ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}],
-      "'image_url' is neither 'text', 'image' nor 'video'")],
+      "'image_url' is none of 'text', 'image', 'video' and 'audio'")],
     ids=str,
 )  # fmt: skip
 def test_messages_are_validated(llm, prompt, message):

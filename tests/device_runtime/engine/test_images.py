@@ -183,7 +183,7 @@ def test_threads_with_images(qwen, pictures):
         return answer.token_ids
 
     alone = [ask(at) for at in range(6)]
-    llm.images._kept.clear()
+    llm.images._cache._kept.clear()
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(24))) == alone * 4
 
@@ -205,7 +205,7 @@ def test_the_oldest_features_are_evicted(qwen, pictures):
     )
     for name in "aba":
         reader.see([pictures[name]], Path())
-        assert len(reader._kept) == 1
+        assert len(reader._cache._kept) == 1
 
 
 def _decoder(engines: Engines):
@@ -362,7 +362,7 @@ def test_llm_inference_answers_about_images(command_here, qwen, pictures, tmp_pa
     for at, words in {
         1: "missing.png",
         2: "truncated.png",
-        3: "audio is not supported",
+        3: "the engine takes no audio",
         5: "an image item needs `image`",
     }.items():
         assert words in errors[at]

@@ -127,7 +127,7 @@ def test_content_items_of_a_message():
     items = [{"type": "text", "text": "a"}, {"type": "image", "image": "cat.png"}]
     assert pieces(items) == [("text", "a"), ("image", "cat.png")]
     for item, message in (
-        ({"type": "audio", "audio": "cat.wav"}, r"x\.content\[0\]: audio is not supported"),
+        ({"type": "audio", "text": "cat"}, r"x\.content\[0\]: an audio item needs `audio`"),
         ({"type": "image", "text": "cat"}, r"x\.content\[0\]: an image item needs `image`"),
         ({"type": "text"}, r"x\.content\[0\]: a text item needs `text`"),
     ):

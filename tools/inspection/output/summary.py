@@ -25,6 +25,7 @@ _FACTS = (
     "largest drafted tree",
     "tokens of an image",
     "of a request's images",
+    "longest clip",
     "backend",
     "machine",
     "positions",

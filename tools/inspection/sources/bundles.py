@@ -7,6 +7,7 @@ from pathlib import Path
 
 from edgellm.core.graph_roles import COMMIT
 from edgellm.core.manifest import (
+    AUDIO_BUNDLE,
     DRAFT_BUNDLE,
     LLM_BUNDLE,
     VISUAL_BUNDLE,
@@ -18,6 +19,7 @@ from edgellm.tools.inspection.report import Report
 from edgellm.tools.inspection.sources.graphs import read_graph
 from edgellm.tools.inspection.sources.provenance import of_bundle
 from edgellm.tools.inspection.sources.specs import (
+    audio_facts,
     decoder_facts,
     decoder_title,
     described,
@@ -88,14 +90,25 @@ def inspect_draft_bundle(folder: Path, check: Check) -> Report:
 def inspect_visual_bundle(folder: Path, check: Check) -> Report:
     """Return the report of a visual encoder's bundle."""
     manifest = load_bundle(folder, VISUAL_BUNDLE)
+    return _encoder_report(folder, manifest, vision_facts(manifest.vision), check)
+
+
+def inspect_audio_bundle(folder: Path, check: Check) -> Report:
+    """Return the report of an audio encoder's bundle."""
+    manifest = load_bundle(folder, AUDIO_BUNDLE)
+    return _encoder_report(folder, manifest, audio_facts(manifest.audio_encoder), check)
+
+
+def _encoder_report(folder: Path, manifest: Bundle, facts: dict[str, str], check: Check) -> Report:
+    article = "a visual" if manifest.kind == VISUAL_BUNDLE else "an audio"
     check(folder, manifest.files)
     graph = read_graph(folder / _main(manifest), _FLOAT_BYTES[manifest.dtype], is_encoder=True)
     return Report(
         path=str(folder),
         kind=manifest.kind,
-        title=f"ONNX bundle of a visual encoder: {encoder_title(manifest.vision)}, "
+        title=f"ONNX bundle of {article} encoder: {encoder_title(manifest.encoder)}, "
         f"{_stored(manifest)}",
-        facts={**vision_facts(manifest.vision), **_graph_facts(manifest)},
+        facts={**facts, **_graph_facts(manifest)},
         description=described(manifest),
         graphs=(graph,),
         origins=of_bundle(manifest.provenance),

@@ -14,11 +14,13 @@ from edgellm.core.manifest import MANIFEST_NAME
 from edgellm.export.pipeline.open_checkpoint import refuse_adapter
 from edgellm.tools.inspection.report import Report
 from edgellm.tools.inspection.sources.bundles import (
+    inspect_audio_bundle,
     inspect_bundle,
     inspect_draft_bundle,
     inspect_visual_bundle,
 )
 from edgellm.tools.inspection.sources.engines import (
+    inspect_audio_engine,
     inspect_draft_engine,
     inspect_engine,
     inspect_visual_engine,
@@ -28,9 +30,11 @@ _READERS = {
     "llm_bundle": inspect_bundle,
     "draft_bundle": inspect_draft_bundle,
     "visual_bundle": inspect_visual_bundle,
+    "audio_bundle": inspect_audio_bundle,
     "llm_engine": inspect_engine,
     "draft_engine": inspect_draft_engine,
     "visual_engine": inspect_visual_engine,
+    "audio_engine": inspect_audio_engine,
 }
 _CONFIG = "config.json"
 _WANTED = "give a Hugging Face checkpoint, a .gguf file, a bundle or an engine"

@@ -1,4 +1,4 @@
-"""Reports of engines: files and measurements of llm_build and visual_build."""
+"""Reports of engines: files and measurements."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from edgellm.core.graph_roles import measured_name
 from edgellm.core.manifest import (
+    AUDIO_ENGINE,
     DRAFT_ENGINE,
     DRAFT_FOLDER,
     LLM_ENGINE,
@@ -20,6 +21,7 @@ from edgellm.tools.inspection.sources.bundles import Check
 from edgellm.tools.inspection.sources.graphs import read_graph
 from edgellm.tools.inspection.sources.provenance import of_engine
 from edgellm.tools.inspection.sources.specs import (
+    audio_facts,
     decoder_facts,
     decoder_title,
     described,
@@ -122,20 +124,31 @@ def inspect_visual_engine(folder: Path, check: Check) -> Report:
     """Return the report of a visual encoder's engine."""
     manifest = load_engine(folder, VISUAL_ENGINE)
     check(folder, manifest.files)
-    (graph,), an_image = (
-        manifest.main_graphs,
-        f"{manifest.min_image_tokens} to {manifest.max_image_tokens_per_image}",
-    )
+    limits = {
+        "tokens of an image": f"{manifest.min_image_tokens} to "
+        f"{manifest.max_image_tokens_per_image}",
+        "of a request's images": f"{manifest.max_image_tokens} at most",
+    }
+    return _encoder_report(folder, manifest, vision_facts(manifest.vision), limits)
+
+
+def inspect_audio_engine(folder: Path, check: Check) -> Report:
+    """Return the report of an audio encoder's engine."""
+    manifest = load_engine(folder, AUDIO_ENGINE)
+    check(folder, manifest.files)
+    limits = {"longest clip": f"{manifest.max_audio_s} s"}
+    return _encoder_report(folder, manifest, audio_facts(manifest.audio_encoder), limits)
+
+
+def _encoder_report(
+    folder: Path, manifest: Engine, facts: dict[str, str], limits: dict[str, str]
+) -> Report:
+    (graph,), kind = manifest.main_graphs, manifest.kind.partition("_")[0]
     return Report(
         path=str(folder),
         kind=manifest.kind,
-        title=f"visual engine: {encoder_title(manifest.vision)}, {graph.precision}",
-        facts={
-            **vision_facts(manifest.vision),
-            **_build_facts(manifest),
-            "tokens of an image": an_image,
-            "of a request's images": f"{manifest.max_image_tokens} at most",
-        },
+        title=f"{kind} engine: {encoder_title(manifest.encoder)}, {graph.precision}",
+        facts={**facts, **_build_facts(manifest), **limits},
         description=described(manifest),
         graphs=(read_graph(folder / graph.path, is_encoder=True),),
         origins=of_engine(manifest.provenance),

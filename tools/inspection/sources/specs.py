@@ -6,8 +6,15 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from edgellm.core.manifest import Bundle, Engine
-from edgellm.core.model_spec import AudioSpec, DecoderSpec, DraftSpec, VisionSpec
+from edgellm.core.manifest import Bundle, EncoderSpec, Engine
+from edgellm.core.model_spec import (
+    AudioEncoderSpec,
+    AudioSpec,
+    DecoderSpec,
+    DraftSpec,
+    ImageSpec,
+    VisionSpec,
+)
 from edgellm.tools.inspection.report import flat
 
 Manifest = Bundle | Engine
@@ -43,8 +50,8 @@ def _heads(spec: DecoderSpec) -> str:
     return ", ".join(f"{count} of {size}" for count, size in found)
 
 
-def encoder_title(spec: VisionSpec) -> str:
-    """Return a short title of a visual encoder."""
+def encoder_title(spec: EncoderSpec) -> str:
+    """Return a short title of an encoder of images or audio."""
     return f"{spec.model_type}, {spec.num_parameters / 1e6:.1f} M parameters"
 
 
@@ -61,9 +68,16 @@ def decoder_facts(spec: DecoderSpec) -> dict[str, str]:
         "positions": str(spec.max_positions),
         **({"sliding window": str(spec.sliding_window)} if spec.sliding_window else {}),
         **({"residual stream": f"rotated, {spec.rotation}"} if spec.rotation else {}),
-        **({"images": f"by a {images.model_type} encoder"} if images is not None else {}),
+        **({} if images is None else _encoders(images)),
         **({} if spec.audio is None else {"audio": _audio(spec.audio)}),
     }
+
+
+def _encoders(spec: ImageSpec) -> dict[str, str]:
+    """Return the encoders whose rows a decoder takes."""
+    taken = {"images": spec.token_id, "audio in prompts": spec.audio_token_id}
+    text = f"by a {spec.model_type} encoder"
+    return {name: text for name, token_id in taken.items() if token_id is not None}
 
 
 def _audio(spec: AudioSpec) -> str:
@@ -105,6 +119,18 @@ def vision_facts(spec: VisionSpec) -> dict[str, str]:
         "width of a token": str(spec.hidden_size),
         "images": tiles if spec.image_size else grid,
         "deepstack levels": str(spec.num_deepstack),
+    }
+
+
+def audio_facts(spec: AudioEncoderSpec) -> dict[str, str]:
+    """Return the sizes of an audio encoder."""
+    frames = f"{spec.chunk_frames} frames, {spec.chunk_tokens} tokens"
+    return {
+        "architecture": spec.model_type,
+        "parameters": f"{spec.num_parameters:,}",
+        "width of a token": str(spec.hidden_size),
+        "features": f"{spec.num_mel_bins} mel bins" if spec.num_mel_bins else "samples",
+        "chunks": f"of {frames}, windows of {spec.window_chunks}",
     }
 
 

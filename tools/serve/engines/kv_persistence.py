@@ -10,13 +10,14 @@ from edgellm.core.artifact import hash_engines
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.engine.kv_snapshot import SnapshotFolder
+from edgellm.tools.serve.engines.models import Model
 
 
-def folder_of(
-    folder: Path, engine: Path, visual: Path | None, draft_model: Path | None
-) -> SnapshotFolder:
+def folder_of(folder: Path, model: Model, draft_model: Path | None) -> SnapshotFolder:
     """Snapshot folder of an engine."""
-    return SnapshotFolder(folder, hash_engines(engine, visual, draft_model))
+    return SnapshotFolder(
+        folder, hash_engines(model.folder, model.visual, draft_model, model.audio)
+    )
 
 
 def prepare(folder: SnapshotFolder, *, reuses: bool) -> None:

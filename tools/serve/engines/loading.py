@@ -42,6 +42,7 @@ class Loading:
             verify=self.verify,
             spec=self.spec,
             multimodal_engine_dir=model.visual,
+            audio_engine_dir=model.audio,
             context_reuse=self.context_reuse,
             allow_special_tokens=self.allow_special_tokens,
             max_stall_ms=self.max_stall_ms,
@@ -77,4 +78,4 @@ class Loading:
         assert self.contexts is not None
         own = quote(model.name, safe="") if self.has_own_folders else ""
         draft = self.spec.draft_engine_dir if self.spec is not None else None
-        return kv_persistence.folder_of(self.contexts / own, model.folder, model.visual, draft)
+        return kv_persistence.folder_of(self.contexts / own, model, draft)

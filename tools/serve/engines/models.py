@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import (
+    AUDIO_ENGINE,
     DRAFT_ENGINE,
     DRAFT_FOLDER,
     LLM_ENGINE,
@@ -34,6 +35,7 @@ class Model:
     folder: Path
     manifest: Engine
     visual: Path | None = None  # folder of its visual engine
+    audio: Path | None = None  # of its audio engine
     num_bytes: int = 0  # of memory: files and KV caches
 
     @property
@@ -48,6 +50,8 @@ def read_models(
     first_name: str | None = None,
     draft_model: Path | None = None,
     budget_bytes: float = math.inf,
+    *,
+    audio: Sequence[str] = (),
 ) -> list[Model]:
     """Read the manifests of `--engineDir [NAME=]DIR` in their order; load no engine.
 
@@ -57,6 +61,7 @@ def read_models(
         first_name: `--modelName`, the name of the only engine.
         draft_model: the engine of `--draftEngineDir`; each engine loads a copy.
         budget_bytes: memory for all loaded engines.
+        audio: `--audioEngineDir [NAME=]DIR`, as `visual`.
 
     Raises:
         EdgeLLMError: a name is duplicate or unknown, a folder has no engine, or one engine
@@ -71,9 +76,10 @@ def read_models(
             raise EdgeLLMError(
                 f"two engines are named {name}", hint="give each its own: --engineDir NAME=DIR"
             )
-    visual_folders = _visual(visual, names)
+    seeing = _encoders("--multimodalEngineDir", "visual", visual, names)
+    hearing = _encoders("--audioEngineDir", "audio", audio, names)
     found = [
-        _model(name, folder, visual_folders.get(name), draft_model)
+        _model(name, folder, (seeing.get(name), hearing.get(name)), draft_model)
         for name, (_, folder) in zip(names, folders, strict=True)
     ]
     for model in found:
@@ -96,24 +102,31 @@ def _named(text: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def _visual(given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
-    """Folders of visual engines by the name of their language engine."""
+def _encoders(flag: str, kind: str, given: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
+    """Folders of visual or audio engines by the name of their language engine."""
     found: dict[str, Path] = {}
     for text in given:
         name, folder = _named(text)
         name = name or names[0]
         if name not in names:
             raise EdgeLLMError(
-                f"--multimodalEngineDir {text}: there is no engine {name}",
+                f"{flag} {text}: there is no engine {name}",
                 hint=f"there are {', '.join(names)}",
             )
         if name in found:
-            raise EdgeLLMError(f"--multimodalEngineDir {text}: {name} has a visual engine already")
+            raise EdgeLLMError(f"{flag} {text}: {name} has a {kind} engine already")
         found[name] = folder
     return found
 
 
-def _model(name: str, folder: Path, visual: Path | None, draft_model: Path | None) -> Model:
+def _model(
+    name: str,
+    folder: Path,
+    encoders: tuple[Path | None, Path | None],
+    draft_model: Path | None,
+) -> Model:
+    """A model with the folders of its visual and audio engines."""
+    visual, audio = encoders
     manifest = load_engine(folder, LLM_ENGINE)
     parts = [manifest]
     if (folder / DRAFT_FOLDER / MANIFEST_NAME).is_file():
@@ -127,11 +140,14 @@ def _model(name: str, folder: Path, visual: Path | None, draft_model: Path | Non
         )
     if visual is not None:
         parts.append(load_engine(visual, VISUAL_ENGINE))
+    if audio is not None:
+        parts.append(load_engine(audio, AUDIO_ENGINE))
     return Model(
         name=name,
         folder=folder,
         manifest=manifest,
         visual=visual,
+        audio=audio,
         num_bytes=sum(map(_num_bytes, parts)),
     )
 

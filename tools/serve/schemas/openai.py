@@ -204,8 +204,30 @@ class VideoPart(Earlier):
     video: str | Annotated[list[str], Field(min_length=1, max_length=MAX_FRAMES)]
 
 
+class InputAudio(Earlier):
+    """The bytes of an audio file."""
+
+    data: str  # base64
+    format: Annotated[str, Field(pattern="^[A-Za-z0-9]{1,16}$")]  # "wav", "mp3", ...
+
+
+class InputAudioPart(Earlier):
+    """Audio in a message."""
+
+    type: Literal["input_audio"]
+    input_audio: InputAudio
+
+
+class AudioUrlPart(Earlier):
+    """Audio in a message, in vLLM's form."""
+
+    type: Literal["audio_url"]
+    audio_url: ImageUrl
+
+
 Part = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoUrlPart | VideoPart, Field(discriminator="type")
+    TextPart | RefusalPart | ImagePart | VideoUrlPart | VideoPart | InputAudioPart | AudioUrlPart,
+    Field(discriminator="type"),
 ]
 
 

@@ -15,7 +15,7 @@ from edgellm.core.errors import suggestion
 from edgellm.device_runtime.api.llm import LLM, Step
 from edgellm.device_runtime.engine import continuation
 from edgellm.device_runtime.sampling.params import Guide
-from edgellm.multimodal.media import Source, Video
+from edgellm.multimodal.media import Audio, Source, Video
 from edgellm.tools.serve import tool_calls
 from edgellm.tools.serve.engines.ask import EngineRequest
 from edgellm.tools.serve.engines.events import Finished, Started
@@ -27,8 +27,10 @@ from edgellm.tools.serve.output.token_origins import draft_tree, origins
 from edgellm.tools.serve.output.usage import timing, together, usage
 from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, chat_logprobs
 from edgellm.tools.serve.schemas.openai import (
+    AudioUrlPart,
     ChatRequest,
     ImagePart,
+    InputAudioPart,
     Message,
     RefusalPart,
     StreamOptions,
@@ -52,10 +54,7 @@ async def ask_of(
         ApiError: an image is not allowed, or the chat template has no tools.
     """
     messages, images = await messages_of(body.messages, rules)
-    if images and llm.images is None:
-        raise ApiError(
-            400, "this server takes text only: it has no visual engine", param="messages"
-        )
+    _require_readers(images, llm)
     template = llm.tokenizer.chat_template or ""
     flags = body.template_flags(llm.tokenizer)
     continuation.continues(messages, flags)  # `placed` may turn calls of tools into text
@@ -70,6 +69,21 @@ async def ask_of(
         priority=body.priority or 0,
         lora=lora,
     )
+
+
+def _require_readers(sources: Sequence[Source], llm: LLM) -> None:
+    """Check that the engines for the images and audio of a request are loaded.
+
+    Raises:
+        ApiError: one is not.
+    """
+    kind = "text only" if llm.images is None and llm.audio is None else "no {}"
+    for is_audio, reader, name in ((False, llm.images, "visual"), (True, llm.audio, "audio")):
+        if reader is None and any(isinstance(each, Audio) is is_audio for each in sources):
+            taken = kind.format("audio" if is_audio else "images")
+            raise ApiError(
+                400, f"this server takes {taken}: it has no {name} engine", param="messages"
+            )
 
 
 async def prompt_end(ask: EngineRequest, body: ChatRequest, llm: LLM) -> str:
@@ -107,7 +121,7 @@ def _form(body: ChatRequest, llm: LLM) -> Guide | None:
 async def messages_of(
     given: Sequence[Message], rules: ImageRules
 ) -> tuple[list[dict[str, Any]], tuple[Source, ...]]:
-    """Messages for chat templates, and the sources of their images.
+    """Messages for chat templates, and the sources of their images, videos and audio.
 
     Raises:
         ApiError: an image is not allowed, or a message has no content.
@@ -174,11 +188,20 @@ def _without_content(message: Message, place: str) -> ApiError:
 def _template_part(part: Any) -> dict[str, str]:
     if isinstance(part, TextPart | RefusalPart):
         return {"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal}
+    if isinstance(part, InputAudioPart | AudioUrlPart):
+        return {"type": "audio"}
     return {"type": "image" if isinstance(part, ImagePart) else "video"}
 
 
-async def _shown(part: ImagePart | VideoUrlPart | VideoPart, rules: ImageRules) -> Source:
-    """The source of an image or video; raises `ApiError` if it is not allowed."""
+async def _shown(
+    part: ImagePart | VideoUrlPart | VideoPart | InputAudioPart | AudioUrlPart, rules: ImageRules
+) -> Source:
+    """The source of an image, video or audio; raises `ApiError` if it is not allowed."""
+    if isinstance(part, InputAudioPart):
+        given = part.input_audio
+        return Audio(f"data:audio/{given.format};base64,{given.data}")
+    if isinstance(part, AudioUrlPart):
+        return Audio(await image_source(part.audio_url.url, rules, "audio_url"))
     if isinstance(part, ImagePart):
         return await image_source(part.image_url.url, rules)
     given = part.video_url.url if isinstance(part, VideoUrlPart) else part.video
