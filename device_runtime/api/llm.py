@@ -139,8 +139,6 @@ class LLM:
         self._turns = StepLock(Batch(manager, bounds))
         self._texts = TextPooler(self._turns, self.manifest)
         self._adapters = open_adapters(folder, self.manifest, base, self._turns.visiting)
-        self.images: ImageReader | None = None
-        self.audio: AudioReader | None = None
         self._open_encoders(multimodal_engine_dir, audio_engine_dir, verify)
         self._guidance = _guidance(folder, self.manifest)
 
@@ -156,6 +154,8 @@ class LLM:
     def _open_encoders(
         self, visual: Path | str | None, audio: Path | str | None, verify: bool | None
     ) -> None:
+        self.images: ImageReader | None = None
+        self.audio: AudioReader | None = None
         if visual is not None:
             self._open_images(Path(visual), verify)
         if audio is not None:

@@ -35,15 +35,25 @@ _SIZES = (
     "num_mel_bins",
 )
 _DEFAULTS = {"max_source_positions": 1500, "max_target_positions": 448}
-_NAMES = (
-    ("model.", ""), ("layers", "blocks"), ("self_attn_layer_norm", "attn_ln"),
-    ("encoder_attn_layer_norm", "cross_attn_ln"), ("final_layer_norm", "mlp_ln"),
-    ("encoder_attn", "cross_attn"), ("self_attn", "attn"), ("q_proj", "query"),
-    ("k_proj", "key"), ("v_proj", "value"), ("out_proj", "out"), ("fc1", "mlp.0"),
-    ("fc2", "mlp.2"), ("encoder.layer_norm", "encoder.ln_post"),
-    ("decoder.layer_norm", "decoder.ln"),
-    ("embed_positions.weight", "positional_embedding"), ("embed_tokens", "token_embedding"),
-)  # fmt: skip
+_NAMES = {
+    "model.": "",
+    "layers": "blocks",
+    "self_attn_layer_norm": "attn_ln",
+    "encoder_attn_layer_norm": "cross_attn_ln",
+    "final_layer_norm": "mlp_ln",
+    "encoder_attn": "cross_attn",
+    "self_attn": "attn",
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "out_proj": "out",
+    "fc1": "mlp.0",
+    "fc2": "mlp.2",
+    "encoder.layer_norm": "encoder.ln_post",
+    "decoder.layer_norm": "decoder.ln",
+    "embed_positions.weight": "positional_embedding",
+    "embed_tokens": "token_embedding",
+}
 
 
 def write(checkpoint: Path, path: Path, kind: gguf.GGMLQuantizationType = F16) -> Path:
@@ -94,7 +104,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 def _renamed(name: str) -> str:
-    for theirs, own in _NAMES:
+    for theirs, own in _NAMES.items():
         name = name.replace(theirs, own)
     return name
 

@@ -49,10 +49,9 @@ def whisper_cpp(path: str, threads: int) -> Transcribe:
     """Return whisper.cpp's, greedy, without other temperatures."""
     from pywhispercpp.model import Model
 
-    model = Model(
-        path, n_threads=threads, print_progress=False, print_realtime=False, no_context=True,
-        greedy={"best_of": 1}, temperature_inc=0.0, language="en", redirect_whispercpp_logs_to=None,
-    )  # fmt: skip
+    greedy = {"greedy": {"best_of": 1}, "temperature_inc": 0.0, "no_context": True}
+    quiet = {"print_progress": False, "print_realtime": False, "redirect_whispercpp_logs_to": None}
+    model = Model(path, n_threads=threads, language="en", **greedy, **quiet)
     return lambda samples: " ".join(each.text for each in model.transcribe(samples))
 
 
