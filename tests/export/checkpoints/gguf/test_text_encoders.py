@@ -281,6 +281,26 @@ def test_unigrams_equal_transformers_and_sentencepiece(unigram, tmp_path):
         assert found.encode(text).ids == [0, *own, 2], text
 
 
+def test_tokens_that_fill_a_vocabulary_change_no_others(tmp_path):
+    """An unknown character costs 10 more than the rarest token: here it beats two rare ones."""
+    pieces = [("\u2581", -2.0), ("ca", -12.0), ("b", -12.0), ("ab", -1.0)]
+    own = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>")] + pieces
+    expected = transformers.XLMRobertaTokenizer(vocab=own)
+
+    def write(writer):
+        filled = [*own, *((f"[PAD{at}]", -10000.0) for at in range(8, 20))]
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list([token for token, _ in filled])
+        writer.add_token_scores([score for _, score in filled])
+        writer.add_token_types([3, 3, 3, 2, 1, 1, 1, 1, *[5] * 12])
+        for role, index in (("bos", 0), ("pad", 1), ("eos", 2), ("unk", 3)):
+            getattr(writer, f"add_{role}_token_id")(index)
+
+    found, _ = tokenizer_of(write, tmp_path, vocab_size=20)
+    require_equal(found, expected, ("cab", "ca b ab", "[PAD8] x"))
+    assert found.encode("cab").ids == [0, 4, 3, 7, 2]
+
+
 def test_modernbert_tokenizers_equal_tokenizers(tmp_path):
     tokens, merges = piece_vocabulary()
     tokens = ["[PAD]", "[CLS]", "[SEP]", *tokens[3:]]
