@@ -159,7 +159,14 @@ def test_samples_are_those_of_their_seed(transcriber):
 PROMPT = [7, 9, 30, 55, 8]
 
 
-@pytest.mark.parametrize(("conditions", "prompted"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("conditions", "prompted"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_prompts_are_those_of_transformers(transcriber, generate, conditions, prompted):
     """Of a text before the recording, and of windows before each window."""
     given: dict[str, object] = {"condition_on_prev_tokens": conditions}
