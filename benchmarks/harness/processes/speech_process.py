@@ -20,13 +20,14 @@ Transcribe = Callable[[np.ndarray], str]
 def edgellm(path: str, threads: int) -> Transcribe:
     """Return edgellm's; the engine has its threads."""
     from edgellm.core.manifest import LLM_ENGINE, load_engine
-    from edgellm.device_runtime.transcription.transcriber import (
-        Transcriber,
-        TranscriptionOptions,
-    )
+    from edgellm.device_runtime.transcription.options import TranscriptionOptions
+    from edgellm.device_runtime.transcription.transcriber import Transcriber
 
     assert load_engine(Path(path), LLM_ENGINE).options["threads"] == threads
-    model, options = Transcriber(Path(path)), TranscriptionOptions(timestamps=True)
+    model = Transcriber(Path(path))
+    options = TranscriptionOptions(
+        timestamps="segment", temperatures=(0.0,), condition_on_prev_tokens=False
+    )
     return lambda samples: "".join(each.text for each in model.transcribe(samples, options))
 
 
