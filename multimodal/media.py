@@ -27,7 +27,8 @@ class Audio:
     source: str
 
 
-Source = str | Video | Audio
+Picture = str | Video
+Source = Picture | Audio
 
 
 def open_container(av: Any, file: BinaryIO) -> Any:

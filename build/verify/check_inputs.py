@@ -43,8 +43,9 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
     random = np.random.default_rng(7)
     facts = ROLES[role]
     if facts.rows is Rows.ITEM:
-        is_audio = isinstance(bundle.spec, AudioEncoderSpec)
-        return [_clip(bundle.spec, random) if is_audio else _image(bundle.vision, random)]
+        spec = bundle.spec
+        is_audio = isinstance(spec, AudioEncoderSpec)
+        return [_clip(spec, random) if is_audio else _image(bundle.vision, random)]
     if facts.rows is Rows.AUDIO:
         return [_window(audio_of(bundle), random)]
     if facts.has_cache:

@@ -32,7 +32,7 @@ from edgellm.device_runtime.engine.prompt import Prompt
 from edgellm.device_runtime.networks.encoder import open_encoder
 from edgellm.multimodal import processors
 from edgellm.multimodal.images import content_hash, open_image
-from edgellm.multimodal.media import Source, Video
+from edgellm.multimodal.media import Picture, Video
 from edgellm.multimodal.patch_grid import grid_inputs
 from edgellm.multimodal.positions import Grid
 from edgellm.multimodal.processors import FilmProcessor, FilmRules, PlacesImages, Prepared
@@ -90,7 +90,7 @@ class ImageReader:
     def _film_rules(self) -> FilmRules | None:
         return getattr(self.processor, "film", None)
 
-    def see(self, sources: Sequence[Source], folder: Path) -> list[EncodedImages]:
+    def see(self, sources: Sequence[Picture], folder: Path) -> list[EncodedImages]:
         """Features of images and videos, from the cache or the encoder.
 
         Args:
@@ -113,7 +113,7 @@ class ImageReader:
                 )
         return found
 
-    def _see(self, source: Source, folder: Path, room: int) -> EncodedImages:
+    def _see(self, source: Picture, folder: Path, room: int) -> EncodedImages:
         if isinstance(source, Video):
             return self._watch(source, folder, room)
         image = open_image(source, folder)
