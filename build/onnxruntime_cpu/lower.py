@@ -98,10 +98,7 @@ def lower(
         lower_linears(graph, kernel)
     lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
-    if isinstance(kernel, OwnLinears):
-        lower_audio_attention(graph, capacity)
-        lower_audio_outputs(graph, capacity)
-    lower_cross_attention(graph)
+    _lower_audio(graph, kernel, capacity)
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):
@@ -125,6 +122,14 @@ def take_answers(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *graph.outputs):
         if value.name != graph_io.TOP_K and value.shape is not None:
             value.shape = ir.Shape([graph_io.ANSWERS, *value.shape.dims[1:]])
+
+
+def _lower_audio(graph: GraphEditor, kernel: LinearKernel, capacity: int) -> None:
+    """Attention to audio, by edgellm's kernels if they compute the linear layers."""
+    if isinstance(kernel, OwnLinears):
+        lower_audio_attention(graph, capacity)
+        lower_audio_outputs(graph, capacity)
+    lower_cross_attention(graph)
 
 
 def _lower_attention(graph: GraphEditor, cache: KVCacheSpec, *, needs_mask: bool) -> None:

@@ -66,8 +66,8 @@ def _alignment_heads(
     given: ConfigReader, num_layers: int, num_heads: int
 ) -> tuple[tuple[int, int], ...]:
     """Layers and heads that follow the words; all of the later half if they are not given."""
-    later = [[at, head] for at in range(num_layers // 2, num_layers) for head in range(num_heads)]
-    found = given.read("alignment_heads", list, later)
+    later = [(at, head) for at in range(num_layers // 2, num_layers) for head in range(num_heads)]
+    found = given.read("alignment_heads", list, [])
     for each in found:
         is_pair = isinstance(each, list) and len(each) == 2 and all(type(n) is int for n in each)
         if not is_pair or not (each[0] >= 0 and 0 <= each[1] < num_heads):
@@ -76,7 +76,7 @@ def _alignment_heads(
                 hint="correct it in generation_config.json: pairs of a layer and a head",
             )
     kept = sorted({(layer, head) for layer, head in found if layer < num_layers})
-    return tuple(kept or map(tuple, later))
+    return tuple(kept or later)
 
 
 def _filter_width(given: ConfigReader) -> int:
