@@ -124,9 +124,11 @@ class GGUFTensors:
             yield as_bytes(self._values(tensor, dtype, piece) if dtype in _PLAIN else piece)
 
     def _shape(self, name: str, tensor: GGUFTensor) -> tuple[int, ...]:
-        *outer, rows, columns = (1, *tensor.shape)
-        is_swapped = _stem(tensor) in self._swapped
-        return _own_shape(name, (*outer[1:], columns, rows) if is_swapped else tensor.shape)
+        shape = tensor.shape
+        if _stem(tensor) in self._swapped:
+            *outer, rows, columns = shape
+            shape = (*outer, columns, rows)
+        return _own_shape(name, shape)
 
     def _dtype(self, tensor: GGUFTensor, kept: tuple[str, ...]) -> str:
         if self._is_changed(tensor) or (
