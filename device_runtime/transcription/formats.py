@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from edgellm.device_runtime.transcription.languages import NAMES
 from edgellm.device_runtime.transcription.transcriber import Segment, Transcript, Transcription
 from edgellm.device_runtime.transcription.word_times import Word
 
@@ -90,7 +91,7 @@ def facts(found: Transcript) -> dict[str, Any]:
     ]
     return {
         "task": found.task,
-        "language": found.language,
+        "language": NAMES.get(found.language, found.language),
         "duration": round(found.duration_s, 3),
         "text": found.text,
         "segments": shown,

@@ -29,7 +29,7 @@ class TranscriptionOptions:
     below a threshold. A threshold of None is not applied.
     """
 
-    language: str | None = None  # code of the speech, such as "de"; None: detected
+    language: str | None = None  # of the speech, such as "de" or "german"; None: detected
     task: str = TRANSCRIBE  # or TRANSLATE, to English
     timestamps: str = NO_TIMES  # or times of segments or words; long recordings have those of
     # segments, since windows begin at them

@@ -18,6 +18,7 @@ from edgellm.device_runtime.speculate.drafters.draft import require_same_tokens
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.drafts import NGRAM, Draft, ModelDraft, NgramDraft
 from edgellm.device_runtime.transcription.fair_lock import FairLock
+from edgellm.device_runtime.transcription.languages import code_of
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
     TRANSCRIBE,
@@ -186,7 +187,7 @@ class Transcriber:
         """Raise `RequestError` for a language or task that the model does not have."""
         known = self.spec.languages or {"en": 0}
         language = options.language
-        if language is not None and language.lower() not in known:
+        if language is not None and code_of(language) not in known:
             raise RequestError(
                 f"the model does not transcribe the language {language!r}",
                 hint=f"give one of its languages: {', '.join(sorted(known))}",
@@ -250,7 +251,7 @@ class Transcription:
         model.require(options)
         self._model, self._audio, self._options = model, audio, options
         self._prompt_ids = model.prompt_ids(options.prompt)
-        self.task, self.language = options.task, (options.language or "").lower()
+        self.task, self.language = options.task, code_of(options.language or "")
         self.before_pass: Callable[[], object] = _no_check
 
     @property

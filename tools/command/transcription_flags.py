@@ -22,7 +22,7 @@ Language = Annotated[
     _flag(
         "Output",
         "--language",
-        help_text="Name the language of the speech by its code, such as en or de. Default: the "
+        help_text="Name the language of the speech, such as de or german. Default: the "
         "model detects it in the first 30 s.",
     ),
 ]

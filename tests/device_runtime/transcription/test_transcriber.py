@@ -28,6 +28,7 @@ from edgellm.core.errors import EdgeLLMError, RequestError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime import LLM
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules
+from edgellm.device_runtime.transcription.languages import NAMES, code_of
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.segments import split_window
 from edgellm.device_runtime.transcription.transcriber import Transcriber
@@ -201,3 +202,15 @@ def test_language_models_and_speech_models_are_told_apart(speech_engine, tiny_en
     with pytest.raises(EdgeLLMError, match=r"speech model \(whisper\)") as caught:
         LLM(speech_engine)
     assert "edgellm transcribe" in caught.value.hint
+
+
+def test_languages_are_known_by_code_and_name(transcriber):
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    assert NAMES == LANGUAGES
+    assert [code_of(each) for each in ("DE", "German", "xx")] == ["de", "de", "xx"]
+    named, coded = (
+        transcriber.transcribe(chirp(0.5), TranscriptionOptions(language=each))
+        for each in ("German", "de")
+    )
+    assert named.language == coded.language == "de"

@@ -89,7 +89,7 @@ def test_formats(transcribe, speech_engine, recording, expected):
         assert [word for word in shown.split() if word.startswith("w")] == words
     assert ",000" not in vtt
     found = json.loads(transcribe(*given, "--format", "json").stdout)
-    assert (found["language"], found["task"], found["text"]) == ("de", "transcribe", text)
+    assert (found["language"], found["task"], found["text"]) == ("german", "transcribe", text)
     assert found["duration"] == 1.9
     shown = [each for each in found["segments"] if each["text"].strip()]
     for own, each in zip(shown, segments, strict=True):
