@@ -1,20 +1,13 @@
-"""Resources of this machine: malloc's memory, disk, memory bandwidth."""
+"""Resources of this machine: disk, memory bandwidth."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import time
 from pathlib import Path
 
 import numpy as np
-
-
-def trim() -> None:
-    """Return malloc's free memory to the system (glibc only)."""
-    if (function := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        function(0)
 
 
 def free_disk_bytes(folder: Path) -> int:

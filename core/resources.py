@@ -7,6 +7,7 @@ A container's limit counts as the machine's memory (cgroups v1 and v2, Linux). S
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -33,6 +34,12 @@ _DROPPABLE = {
     "cgroup": ("total_inactive_file", "total_active_file"),
     "cgroup2": ("inactive_file", "active_file"),
 }
+
+
+def trim() -> None:
+    """Return malloc's free memory to the system (glibc only)."""
+    if (function := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        function(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from edgellm.build.host_info import trim
 from edgellm.build.lowering.embeddings import lookup_ranges
 from edgellm.build.lowering.linears.round_int4 import load_portable, rounded_weights
 from edgellm.build.lowering.lora import write_adapted_layers
@@ -40,6 +39,7 @@ from edgellm.core.errors import (
 from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
 from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.resources import trim
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.packed_layout import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT, LOOKUPS

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgellm.build.tensorrt.memory_trim import trim
 from edgellm.core.commands.progress import Report
+from edgellm.core.resources import trim
 
 
 def progress_monitor(trt: Any, report: Report, pending: list[int]) -> Any:

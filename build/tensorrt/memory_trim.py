@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.build.host_info import trim
+from edgellm.core.resources import trim
 
 _PERIOD_S = 0.02  # in which some 30 MB are read
 _ROUNDS_A_TRIM = 10  # malloc's locks are held for some milliseconds

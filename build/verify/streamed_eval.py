@@ -14,13 +14,13 @@ import onnx
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.host_info import trim
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.function_calls import LINEARS, find_calls
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.block_factors import Joined, slice_first, stored_tensor
 from edgellm.build.lowering.linears.weights import WeightPart
 from edgellm.build.verify.merge_graphs import SECOND, together
+from edgellm.core.resources import trim
 from edgellm.device_runtime.runners.onnxruntime_graphs import load_in_memory
 
 SLICE = 16 << 20  # numbers of a weight that one product decodes at once

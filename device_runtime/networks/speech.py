@@ -12,6 +12,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import AUDIO_ENCODER
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import AudioSpec
+from edgellm.core.resources import trim
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32, I64
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, network
@@ -30,6 +31,7 @@ class SpeechNetwork:
         """Encode a window, log-mel features float32 [mel bins, F], and begin its text."""
         self._cross = dict(self._encoder.run({graph_io.INPUT_FEATURES: features[None]}))
         self._decoder.listen(self._cross)
+        trim()  # the encoder's intermediates, 60 MB of a small model
         self.restart()
 
     def restart(self, *, records_queries: bool = False) -> None:
