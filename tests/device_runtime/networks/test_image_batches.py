@@ -101,7 +101,11 @@ def test_costs_of_an_engine_without_trees_are_measured(folder):
     plan = dataclasses.replace(PLAN, max_verify_tree_size=0)
     session, spec = open_tensorrt(folder, plan), load_bundle(folder / "fp16", LLM_BUNDLE).decoder
     engine = SimpleNamespace(
-        cost_ms={}, max_verify_tree_size=0, max_input_len=plan.max_input_len, decoder=spec
+        cost_ms={},
+        max_verify_tree_size=0,
+        max_input_len=plan.max_input_len,
+        decoder=spec,
+        main_graphs=(SimpleNamespace(max_rows=0),),
     )
     found = session.costs_of(engine)
     assert [*found] == [PASS, *(shared_kind(PASS, count) for count in (1, 2, 4))]
