@@ -200,7 +200,7 @@ class KVCacheManager:
         sequence.kv.end(len(sequence.keys) - 1)
 
     def end_prompt(self, sequence: Sequence) -> None:
-        """Cache the whole prompt when the first output token is known.
+        """Cache the whole prompt when the first output token is known, before the next pass.
 
         A later prompt may diverge here, since templates drop the reasoning of earlier turns.
         Window layers free these positions during decoding, so they are forked.

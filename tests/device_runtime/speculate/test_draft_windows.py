@@ -156,13 +156,16 @@ def test_turns_of_a_conversation(engine, whole, drafted):
         second = [*first, *one.token_ids, *IDS[50:60].tolist()]
         third, changed = [*first, *IDS[30:50].tolist()], [*first[:100], 9, *first[101:]]
         drafted.clear()
-        for prompt, reused in ((second, (503,)), (third, (499, 500)), (changed, (0,))):
+        for prompt, reused in ((second, 503), (third, 499), (changed, 0)):
             found = answer(llm, prompt, max_generate_length=90)
             trees = trees_of(drafted)
             assert answer(other, prompt, max_generate_length=90).token_ids == found.token_ids
             assert trees_of(drafted) == trees
             assert any(len(ids) > 1 for ids, _ in trees[tuple(prompt)])
-            assert found.profile.reused_tokens[0] in reused
+            assert found.profile.reused_tokens == [reused]
+        ends = [one.kvs[1] for one in llm._kv_cache_manager._finished.all]
+        assert len(ends) > 1
+        assert not any(kv.has_waiting and kv._waiting[0].taps.nbytes > 1e5 for kv in ends)
 
 
 def test_batches(engine, whole, drafted):
