@@ -237,6 +237,11 @@ class DraftSpec:
     block: BlockSpec | None = None  # of block drafters
 
     @property
+    def num_trailing(self) -> int:
+        """Maximum block or mask tokens after the text of a pass, whose KV is not kept."""
+        return self.block.size if self.block is not None else max(self.num_heads - 1, 0)
+
+    @property
     def taps_width(self) -> int:
         """Width of the base's auxiliary hidden states of a token, T*H."""
         return len(self.hidden_taps) * self.base_hidden_size

@@ -38,7 +38,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.model_spec import DraftSpec, KVCacheSpec
 from edgellm.core.resources import trim
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.packed_layout import VERSION
@@ -156,9 +156,8 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     for layer in range(spec.num_layers):
         _require_head_dim(spec.heads_of(layer)[1], is_own=is_own)
     if is_own:
-        pages = page_spec(model.graph, plan, bundle.decoder)
-        if role != DECODER:  # drafts are truncated to any length
-            pages = dataclasses.replace(pages, pass_rows=0)
+        num_trailing = bundle.spec.num_trailing if isinstance(bundle.spec, DraftSpec) else 0
+        pages = page_spec(model.graph, plan, bundle.decoder, num_trailing)
         spec = dataclasses.replace(spec, pages=pages)
     if role != DECODER:
         return dataclasses.replace(spec, dtype="float32")

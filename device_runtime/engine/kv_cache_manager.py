@@ -20,6 +20,7 @@ from edgellm.device_runtime.networks.sequence_kv import SequenceKV
 from edgellm.device_runtime.prefix_cache.pinned_prefixes import (
     PINNED_BYTES,
     CachedNetwork,
+    CachedSequence,
     PinnedPrefix,
     PinnedPrefixes,
     count_common,
@@ -57,12 +58,13 @@ class KVCacheManager:
         """
         self.base, self.prefill_rows = base, prefill_rows
         self._networks: tuple[Any, ...] = (base, *drafts)
+        self._frees_positions = any(network.max_pass_tokens for network in self._networks)
         self._no_images, self._reuses_context = no_images, reuses_context
         self.pinned = PinnedPrefixes()
         self.steps_together = base.max_batch_size > 1  # whether sequences share passes
         self.block_size = base.block_size if self.steps_together else 1  # positions of a KV block
         self._begun: dict[Sequence, tuple[Any, ...]] = {}  # KV caches in all networks
-        self._finished = PrefixCache(_max_finished(base))
+        self._finished = PrefixCache(_max_finished(base, frees_positions=self._frees_positions))
         for network in self._networks:
             network.on_shortage(self._evict)
         self._spare: int | None = None  # positions that eviction would free; None: unknown
@@ -184,7 +186,7 @@ class KVCacheManager:
         best: tuple[int, CachedPrefix | tuple[Any, ...] | None] = (-1, None)
         for found in (*self._finished.all, *self._begun.values()):
             kvs = found.kvs if isinstance(found, CachedPrefix) else found
-            held = min(kv.num_cached(keys) for kv in kvs[:needed])
+            held = _reach(min(kv.num_cached(keys) for kv in kvs[:needed]), kvs[:needed])
             if held > best[0] or (held == best[0] and isinstance(found, CachedPrefix)):
                 best = held, found
         return max(best[0], 0), best[1]
@@ -198,12 +200,12 @@ class KVCacheManager:
         sequence.kv.end(len(sequence.keys) - 1)
 
     def end_prompt(self, sequence: Sequence) -> None:
-        """Cache the whole prompt when the first output token is known.
+        """Cache the whole prompt when the first output token is known, before the next pass.
 
         A later prompt may diverge here, since templates drop the reasoning of earlier turns.
         Window layers free these positions during decoding, so they are forked.
         """
-        if not (self._reuses_context and self.base.max_pass_tokens):
+        if not (self._reuses_context and self._frees_positions):
             return
         self._spare = None
         self._finished.add(CachedPrefix(sequence.keys, _fork(self._begun[sequence])))
@@ -221,8 +223,8 @@ class KVCacheManager:
 
     def is_pin_due(self, sequence: Sequence, length: int) -> bool:
         """Whether `pin` is due: at the end, or before window layers free positions."""
-        is_last_chance = self.base.max_pass_tokens and sequence.num_rows >= length
-        return sequence.finish_reason is not None or bool(is_last_chance)
+        is_last_chance = self._frees_positions and sequence.num_rows >= length
+        return sequence.finish_reason is not None or is_last_chance
 
     def pin(self, sequence: Sequence, length: int) -> list[str]:
         """Pin the first `length` positions of a sequence that has just stepped for later prompts.
@@ -233,7 +235,7 @@ class KVCacheManager:
         if not length:
             return ["nothing was pinned: the prompt has no separate system prompt"]
         kvs, keys = self._begun[sequence], sequence.prompt.keys
-        if length < kvs[0].min_length and not self.pinned.knows(keys[:length]):
+        if not _reach(length, kvs) and not self.pinned.knows(keys[:length]):
             return ["the system prompt is not pinned: its window positions were already freed"]
         if not self.pinned.pin(keys[: length + 1], kvs):
             return [f"the system prompt takes more than {self.pinned.limit_bytes} bytes: not kept"]
@@ -270,7 +272,12 @@ class KVCacheManager:
             with sequence.profile.stage(RESTORE):
                 pinned.restore(usable, used)
             held = usable
-        return base.begin(len(keys), min(held, len(keys) - 1), sequence.marks)
+        return _reach(base.begin(len(keys), min(held, len(keys) - 1), sequence.marks), used)
+
+
+def _reach(length: int, kvs: Iterable[CachedSequence]) -> int:
+    """The length, if all of these can be continued from there; else 0."""
+    return length if all(length >= kv.min_length for kv in kvs) else 0
 
 
 def _free(kvs: tuple[Any, ...]) -> None:
@@ -290,10 +297,10 @@ def _fork(kvs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def _max_finished(base: DecoderNetwork) -> int:
+def _max_finished(base: DecoderNetwork, *, frees_positions: bool) -> int:
     """Maximum finished sequences to cache; states of recurrent layers use memory outside blocks."""
     if base.max_batch_size == 1:  # the single cache holds the latest, and where its prompt ended
-        return 2 if base.max_pass_tokens else 1
+        return 2 if frees_positions else 1
     states = base.state_bytes
     return min(
         MAX_FINISHED, max(base.max_batch_size, PINNED_BYTES // states if states else sys.maxsize)

@@ -85,6 +85,7 @@ class SnapshotFolder:
                 "engines": dict(self.engines), "keys": context.keys, "least_rows": base.min_length,
                 "rows": [*map(_form, rows)], "states": [*map(_form, base.states)],
                 "features": [*map(_form, features)],
+                "draft_least_rows": [draft.min_length for draft in drafts],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
             name = hashlib.sha256(line).hexdigest()[:32] + _SUFFIX
@@ -133,8 +134,12 @@ class SnapshotFolder:
         own = tuple(arrays[rows : rows + states])
         parts = [PinnedKV(values=arrays[0], states=own, min_length=head.get("least_rows", 0))]
         features = arrays[rows + states :] or [np.zeros((0, 0), np.float32)] * (rows - 1)
-        drafts = zip(arrays[1:rows], features, strict=True)
-        parts += [PinnedKV(values=values, feature=feature) for values, feature in drafts]
+        least = head.get("draft_least_rows") or [0] * (rows - 1)
+        drafts = zip(arrays[1:rows], features, least, strict=True)
+        parts += [
+            PinnedKV(values=values, feature=feature, min_length=min_length)
+            for values, feature, min_length in drafts
+        ]
         return PinnedPrefix(tuple(head["keys"]), tuple(parts))
 
     def _open(self, path: Path) -> tuple[dict[str, Any], bytes]:

@@ -45,8 +45,13 @@ _CACHES_BYTES = 64 << 20  # read by a pass, to evict the host's code from all CP
 class _ReadyKV:
     """A fake `SequenceKV`."""
 
+    min_length = 0
+
     def __init__(self) -> None:
         self.adapter = self.images = None
+
+    def truncate(self, length: int) -> None:
+        pass
 
     def begin(self, prompt_tokens: int, cached: int, checkpoints: Iterable[int]) -> int:
         del prompt_tokens, checkpoints
@@ -91,7 +96,7 @@ class _ReadyBase:
 class _ReadyDraft:
     """A fake `DraftNetwork` with constant candidates; the first has probability `chance`."""
 
-    capacity, max_batch_size = _CAPACITY, 1
+    capacity, max_batch_size, max_pass_tokens, max_text_tokens = _CAPACITY, 1, 0, 0
 
     def __init__(self, chance: float) -> None:
         self._ids = np.tile(np.arange(_LIMITS.top_k), (16, 1))

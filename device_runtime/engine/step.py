@@ -90,7 +90,7 @@ def step(kv_cache_manager: KVCacheManager, sequences: Iterable[Sequence]) -> lis
     found: dict[Sequence, tuple[Step, ...]] = dict.fromkeys(active, ())
     for at in range(0, len(active), maximum):
         inputs, drafting = _prepare_all(kv_cache_manager, active[at : at + maximum])
-        ready = _catch_up_drafts(drafting)
+        ready = _catch_up_drafts(kv_cache_manager, drafting)
         if planned := _plan_device_rounds(kv_cache_manager.base, ready):
             found |= _run_rounds(kv_cache_manager, planned)
             on_device = {one for one, _, _ in planned}
@@ -130,8 +130,6 @@ def _execute(
             round_ = _process(entry, result)
             _record(entry, pass_ms, (time.perf_counter() - begin) * 1e3)
             found[sequence] = sequence.take(round_)
-            if entry.stage == PREFILL and not sequence.is_prefilling:
-                kv_cache_manager.end_prompt(sequence)
             if sequence.finish_reason is not None:
                 kv_cache_manager.end(sequence)
     return found
@@ -172,9 +170,16 @@ def _prepare(kv_cache_manager: KVCacheManager, sequence: Sequence) -> _PassInput
         return _prefill(sequence, min(kv_cache_manager.prefill_rows, sequence.max_rows))
     drafter = sequence.drafter
     if drafter is None or drafter.is_paused:
+        if _has_first_token(sequence):
+            kv_cache_manager.end_prompt(sequence)
         part = _sequence_part(sequence, np.array([sequence.newest]), _FIRST_POSITION)
         return _PassInput(sequence, part, GENERATION if drafter is None else VERIFY)
     return None
+
+
+def _has_first_token(sequence: Sequence) -> bool:
+    """Whether the KV cache holds the prompt, and one output token is known."""
+    return len(sequence.token_ids) == 1
 
 
 def _sequence_part(
@@ -218,14 +223,21 @@ def prefill_chunk(
     return base.run(chunk, begin, row, kv=kv), end
 
 
-def _catch_up_drafts(sequences: list[Sequence]) -> list[Sequence]:
-    """Sequences whose drafts have processed the committed tokens, in shared passes."""
+def _catch_up_drafts(kv_cache_manager: KVCacheManager, sequences: list[Sequence]) -> list[Sequence]:
+    """Sequences whose drafts have processed the committed tokens, in shared passes.
+
+    Prompts are cached after that, since hidden states that wait take more memory than a draft's KV.
+    """
     extending: list[tuple[Sequence, Passes[None]]] = []
     for one in sequences:
         with Confined(one.fail):
             if one.left > 1:
                 extending.append((one, _drafter(one).catch_up()))
     _run_drafters(extending, DRAFT_EXTEND)
+    for one in sequences:
+        if _has_first_token(one) and not one.is_over:
+            with Confined(one.fail):
+                kv_cache_manager.end_prompt(one)
     return [one for one in sequences if not one.is_over]
 
 
@@ -319,7 +331,7 @@ def _run_drafters(work: list[tuple[Sequence, Passes[T]]], stage: str) -> list[tu
         if isinstance(outcome, EdgeLLMError):
             sequence.fail(outcome)
             continue
-        is_first = stage == DRAFT_EXTEND and len(sequence.token_ids) == 1
+        is_first = stage == DRAFT_EXTEND and _has_first_token(sequence)
         sequence.profile.book(DRAFT_PREFILL if is_first else stage, ms)
         found.append((sequence, outcome))
     return found

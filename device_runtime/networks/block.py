@@ -37,7 +37,9 @@ class BlockNetwork(DraftNetwork):
         self, *, runner: Runner, fuse: Runner, spec: DecoderSpec, block: BlockSpec, capacity: int
     ) -> None:
         """`capacity`: positions of the cache; the last are for the block."""
-        super().__init__(runner=runner, fuse=fuse, spec=spec, capacity=capacity)
+        super().__init__(
+            runner=runner, fuse=fuse, spec=spec, capacity=capacity, num_trailing=block.size
+        )
         self.block = block
         longest = capacity if block.window is None else min(capacity, block.window)
         self.capacity = longest - block.size

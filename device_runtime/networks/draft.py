@@ -112,11 +112,28 @@ class DraftNetwork:
     """A loaded draft."""
 
     def __init__(
-        self, *, runner: Runner, fuse: Runner | None, spec: DecoderSpec, capacity: int
+        self,
+        *,
+        runner: Runner,
+        fuse: Runner | None,
+        spec: DecoderSpec,
+        capacity: int,
+        num_trailing: int = 0,
     ) -> None:
-        """Without `fuse` the auxiliary hidden states are used as they are."""
+        """Without `fuse` the auxiliary hidden states are used as they are.
+
+        Args:
+            runner: of the draft's graph.
+            fuse: of its `fuse` graph.
+            spec: of its layers.
+            capacity: positions of the cache.
+            num_trailing: see `DraftSpec`.
+        """
         self.capacity = capacity
         self._runner, self._fuse, self._swapper = runner, fuse, KVSwapper(runner)
+        self.max_pass_tokens = self._swapper.pool.max_pass_tokens  # see `KVPool`
+        # Maximum tokens of the text in a pass; 0: unlimited
+        self.max_text_tokens = self.max_pass_tokens and self.max_pass_tokens - num_trailing
         self._inputs = PassInputs(runner, spec, capacity)
         self.kv = self.new_kv()  # of passes that are given no other
         self._asked: WeakSet[RequestedResult] = WeakSet()  # of the latest pass, still wanted
@@ -219,7 +236,7 @@ class DraftNetwork:
             for part, hidden, shift in zip(parts, fused, shifts, strict=True)
         ]
         lengths = [part.kv.length for part in parts]
-        caches = self._swapper.allocate([(p.kv, p.write_index, len(p.token_ids)) for p in parts])
+        caches = self._swapper.allocate([_allocated(part) for part in parts])
         found = compute(list(zip(caches, inputs, strict=True)))
         for part, length in zip(parts, lengths, strict=True):
             # The KV of tree nodes is not kept.
@@ -262,6 +279,18 @@ class DraftNetwork:
         return list(map(RoundStart, starts, self._swapper.allocate(parts)))
 
 
+def _allocated(part: DraftPart) -> tuple[SequenceKV, int, int]:
+    """Positions that later passes continue from, and those to allocate after them.
+
+    Tree nodes follow earlier levels, but the next round begins at the committed positions. Windows
+    before these must stay allocated.
+    """
+    end = part.write_index + len(part.token_ids)
+    is_tree = part.tree_mask is not None
+    kept = min(part.kv.length, part.write_index) if is_tree else part.write_index
+    return part.kv, kept, end - kept
+
+
 def _result(found: Outputs) -> DraftResult:
     ids, log_probs = found[graph_io.CANDIDATE_IDS], found[graph_io.CANDIDATE_LOG_PROBS]
     return DraftResult(ids[0], log_probs[0], found[graph_io.RECYCLED_HIDDEN][0])
@@ -276,7 +305,11 @@ def open_draft(folder: Path, engine: Engine) -> DraftNetwork:
 def network(opened: Mapping[str, Runner], spec: DraftSpec, capacity: int) -> DraftNetwork:
     """See `networks.Module`."""
     return DraftNetwork(
-        runner=opened[DRAFT], fuse=opened.get(FUSE), spec=spec.decoder, capacity=capacity
+        runner=opened[DRAFT],
+        fuse=opened.get(FUSE),
+        spec=spec.decoder,
+        capacity=capacity,
+        num_trailing=spec.num_trailing,
     )
 
 

@@ -90,6 +90,8 @@ class SequenceKV:
             self._states.cut(self.states, length)
         del self.keys[length:]
         self.length = min(self.length, length)
+        if not length:
+            self.min_length = 0
 
     def compact(self, length: int, rows: I64) -> None:
         """Keep the accepted nodes of the last pass's tree.

@@ -110,6 +110,11 @@ class CachedSequence(Protocol):
 class CachedNetwork(Protocol):
     """Makes the KV caches of one network's sequences."""
 
+    @property
+    def max_pass_tokens(self) -> int:
+        """See `KVPool`; 0: no positions are freed while a sequence runs."""
+        ...
+
     def new_kv(self) -> CachedSequence:
         """The KV cache of a new, empty sequence."""
         ...
@@ -140,8 +145,10 @@ class PinnedPrefix:
         """Whether it can replace another, which is a prefix of it."""
         if self.parts[0].states:  # which cannot be truncated
             return False
-        own, (base, its) = other.keys[:-1], (self.parts[0], other.parts[0])
-        if len(self.parts) != len(other.parts) or base.min_length > its.min_length:
+        own = other.keys[:-1]
+        if len(self.parts) != len(other.parts):
+            return False
+        if any(a.min_length > b.min_length for a, b in zip(self.parts, other.parts, strict=True)):
             return False
         return self.keys[: len(own)] == own != self.keys[:-1]
 
@@ -155,7 +162,8 @@ class PinnedPrefix:
             values = draft.values.shape[-2]
             is_waiting = len(draft.feature) and common > values
             found = min(found, max(draft.length if is_waiting else min(common - 1, values), 0))
-        if found < base.min_length or (base.states and found < base.length):
+        least = max(part.min_length for part in (base, *drafts))
+        if found < least or (base.states and found < base.length):
             return 0
         return found
 

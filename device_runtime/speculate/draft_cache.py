@@ -112,7 +112,15 @@ class DraftKVCaches:
             max_rows: maximum positions in a pass.
         """
         self.network, self.image_ids = network, image_ids
-        self.round_rows, self.max_rows = round_rows, max_rows
+        # Of prompts, and of a round or several
+        self.max_prompt_rows = network.max_text_tokens or sys.maxsize
+        self.max_rows = min(max_rows, self.max_prompt_rows)
+        self.round_rows = min(round_rows, self.max_prompt_rows)
+
+    @property
+    def max_pass_tokens(self) -> int:
+        """See `prefix_cache.CachedNetwork`."""
+        return self.network.max_pass_tokens
 
     def new_kv(self) -> DraftKV:
         """The KV cache of a new, empty sequence."""
@@ -128,8 +136,6 @@ class DraftKV:
 
     Keys are recorded only after a write.
     """
-
-    min_length = 0  # drafts cache the whole context, also with sliding windows
 
     def __init__(self, caches: DraftKVCaches, kv: SequenceKV) -> None:
         """An empty sequence with an empty `kv`."""
@@ -157,6 +163,11 @@ class DraftKV:
         return max(len(self._keys) - 1 - self._skipped, 0)
 
     @property
+    def min_length(self) -> int:
+        """See `CachedSequence`."""
+        return self._skipped + self.kv.min_length if self.kv.min_length else 0
+
+    @property
     def has_waiting(self) -> bool:
         """Whether positions wait for a pass."""
         return bool(self._waiting)
@@ -171,9 +182,9 @@ class DraftKV:
         waiting = itertools.chain.from_iterable(pairs.keys for pairs in self._waiting)
         known = [*self._keys, *waiting]
         common = count_common(known, keys)
-        if len(self._keys) <= common < min(len(known), len(keys)):
-            return common
-        return max(common - 1, 0)
+        is_waiting = len(self._keys) <= common < min(len(known), len(keys))
+        found = common if is_waiting else max(common - 1, 0)
+        return found if found >= self.min_length else 0
 
     def begin(self, token_ids: Sequence[int], adapter: LoadedAdapter | None = None) -> None:
         """Truncate the sequence to the positions of these tokens.
@@ -183,17 +194,13 @@ class DraftKV:
             adapter: the base's adapter, with which the hidden states were computed.
         """
         rows, known = len(token_ids) - 1, self._skipped + self.length
-        room, kept = rows - known, []
-        for pairs in self._waiting:
-            if room > 0:
-                kept.append(pairs.head(room))
-                room -= len(pairs)
-        self._waiting = kept
-        keys = marked(row_keys(token_ids, self._image_keys), adapter)
-        if kept and room <= 0:
+        self._waiting, _ = _split(self._waiting, max(rows - known, 0))
+        keys, kept = marked(row_keys(token_ids, self._image_keys), adapter), self._waiting
+        if kept and sum(map(len, kept)) == rows - known:
             kept[-1] = kept[-1].leading_to(keys[-1], self._for_draft(np.array([token_ids[-1]])))
         self._keys = keys[: 1 + min(rows, known)]
         self._skipped = min(self._skipped, len(self._keys) - 1)
+        self.kv.truncate(self.length)
 
     def observe(self, next_token_ids: I64, taps: F32) -> None:
         """Append positions: hidden states [M, T*H] and each one's next token, int64 [M]."""
@@ -227,6 +234,7 @@ class DraftKV:
         left_out = len(waiting) - rows
         self._keys += waiting.keys[:left_out]
         self._skipped = len(self._keys) - 1
+        self.kv.truncate(0)
         self._waiting = [waiting.tail(rows)]
 
     def parts(self, top_k: int, masks: MaskRows | None = None) -> Iterator[DraftPart]:
@@ -265,32 +273,40 @@ class DraftKV:
 
     def _batched(self) -> list[_Pairs]:
         """The waiting positions in batches; those of several plain tokens share a pass."""
-        if len(self._waiting) == 1 and len(self._waiting[0]) <= self._caches.round_rows:
+        caches = self._caches
+        if len(self._waiting) == 1 and len(self._waiting[0]) <= caches.round_rows:
             return self._waiting  # one round: the common case
         batches: list[_Pairs] = []
         for is_prompt, group in itertools.groupby(
-            self._waiting, lambda pairs: len(pairs) > self._caches.round_rows
+            self._waiting, lambda pairs: len(pairs) > caches.round_rows
         ):
-            batch = list(group)
-            batches += batch if is_prompt else _joined(batch).chunks(self._caches.max_rows)
+            if is_prompt:
+                batches += [part for each in group for part in each.chunks(caches.max_prompt_rows)]
+            else:
+                batches += _joined(list(group)).chunks(caches.max_rows)
         return batches
 
     def pin(self, keys: Sequence[RowKey]) -> PinnedKV:
-        """See `CachedSequence`; computes the waiting positions first, also while drafting pauses.
+        """See `CachedSequence`; computes waiting positions first, also while drafting pauses.
 
-        The newest position keeps waiting, since any token may follow its hidden state. If first
-        positions were skipped, no values are copied.
+        The newest position keeps waiting, since any token may follow its hidden state. So do those
+        after the prefix, whose passes would free its windows. If first positions were skipped, no
+        values are copied.
         """
         length = min(len(keys) - 1, self.num_cached(keys))
-        if length > self._skipped + self.length:
-            *before, last = self._waiting
-            newest = last.tail(1)
-            self._waiting = [*before, last.head(len(last) - 1)] if len(last) > 1 else before
+        room = length - self._skipped - self.length
+        if room > 0:
+            count = min(room, sum(map(len, self._waiting)) - 1)
+            self._waiting, later = _split(self._waiting, count)
             for part in self.parts(top_k=1):
                 self._caches.network.run_batch([part])
-            self._waiting.append(newest)
+            self._waiting += later
         values = self.kv.read(0 if self._skipped else min(length, self.length))
-        return PinnedKV(values=values, feature=self._waiting_feature(length))
+        return PinnedKV(
+            values=values,
+            feature=self._waiting_feature(length),
+            min_length=self.kv.min_length if values.shape[-2] else 0,
+        )
 
     def _waiting_feature(self, length: int) -> F32:
         """Hidden states [1, T*H] of the last of `length` positions, if it waits; else [0, T*H]."""
@@ -305,10 +321,24 @@ class DraftKV:
         """See `CachedSequence`; `begin` sets the token after a waiting position."""
         values = pinned.values[..., :length, :]
         self._keys, self._waiting, self._skipped = [], [], 0
-        self.kv.write(values)
+        self.kv.write(values, min_length=pinned.min_length)
         self._keys = list(keys[: values.shape[-2] + 1])
         if len(pinned.feature) and length > pinned.values.shape[-2]:
             self._waiting = [_Pairs([keys[length]], np.zeros(1, np.int64), pinned.feature)]
+
+
+def _split(waiting: list[_Pairs], count: int) -> tuple[list[_Pairs], list[_Pairs]]:
+    """The first `count` positions, and the others."""
+    first: list[_Pairs] = []
+    others: list[_Pairs] = []
+    for pairs in waiting:
+        here = min(count, len(pairs))
+        count -= here
+        if here:
+            first.append(pairs.head(here))
+        if here < len(pairs):
+            others.append(pairs.tail(len(pairs) - here))
+    return first, others
 
 
 def _joined(batch: list[_Pairs]) -> _Pairs:

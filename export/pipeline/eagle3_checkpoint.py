@@ -35,6 +35,7 @@ from edgellm.export.checkpoints.checkpoint import (
 )
 from edgellm.export.checkpoints.residual_rotation import refuse_rotated
 from edgellm.export.checkpoints.weights import Weights
+from edgellm.export.config.layer_types import FULL, SLIDING
 from edgellm.export.draft_checkpoints.config import TAP_IDS, DraftConfig
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.graph.architecture import (
@@ -63,6 +64,7 @@ class Engine:
     norms: frozenset[str] = frozenset()  # of `Norms`
     biases: bool = False  # of q, k and v
     own_embedding: bool = False  # not just the base's
+    windows: bool = False  # by `layer_types` and `sliding_window`
 
 
 ENGINES = {
@@ -75,6 +77,7 @@ ENGINES = {
         norms=frozenset(["before_residual", "before_fc", "fc_norm", "output"]),
         biases=True,
         own_embedding=True,
+        windows=True,  # `LlamaAttention` of `llama.py`; this was not run
     ),
     "sglang": Engine(
         command="python -m sglang.launch_server --model-path {base} --speculative-algorithm EAGLE3 "
@@ -178,11 +181,6 @@ def _is_gguf(model_dir: str) -> bool:
 
 
 def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) -> None:
-    if config.decoder.sliding_window is not None:
-        raise UnsupportedModelError(
-            f"{draft.label} has layers with a sliding window, which are not handed over",
-            hint="give a draft with full attention",
-        )
     norms = config.norms
     wanted = {part for part in norms.__slots__ if getattr(norms, part)}
     layers, taps = config.decoder.num_hidden_layers, config.hidden_taps
@@ -192,6 +190,7 @@ def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) ->
         (layers > 1 and not engine.more_layers, f"{layers} layers"),
         (len(taps) != 3 and not engine.any_taps, f"{len(taps)} taps"),
         (config.decoder.qkv_bias and not engine.biases, "biases of q, k and v"),
+        (config.decoder.sliding_window and not engine.windows, "layers with a sliding window"),
         (0 in taps, "the embedding as a tap"),
     ):
         if is_there:
@@ -204,7 +203,7 @@ def _check(draft: Checkpoint, config: DraftConfig, name: str, engine: Engine) ->
 def _config(stored: Mapping[str, Any], draft: DraftConfig) -> dict[str, Any]:
     """config.json; taps are layer inputs at the top level, layer outputs below it."""
     inner = stored.get("transformer_layer_config") or stored
-    norms = draft.norms
+    norms, decoder = draft.norms, draft.decoder
     flags = {
         "norm_before_residual": norms.before_residual,
         "norm_before_fc": norms.before_fc,
@@ -212,15 +211,18 @@ def _config(stored: Mapping[str, Any], draft: DraftConfig) -> dict[str, Any]:
         "norm_output": norms.output,
         "bias": draft.fc_bias,
     }
+    kinds = [FULL if kind is None or kind.window is None else SLIDING for kind in decoder.kinds]
+    window = decoder.sliding_window
     eagle = {TAP_IDS: [tap - 1 for tap in draft.hidden_taps], "use_aux_hidden_state": True}
     eagle |= {"norm_before_fc": True} if norms.before_fc else {}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **{key: inner[key] for key in _KEPT if key in inner},
-        "num_hidden_layers": draft.decoder.num_hidden_layers,
-        "attention_bias": draft.decoder.qkv_bias,
-        "vocab_size": draft.decoder.vocab_size,
+        "num_hidden_layers": decoder.num_hidden_layers,
+        **({} if window is None else {"sliding_window": window, "layer_types": kinds}),
+        "attention_bias": decoder.qkv_bias,
+        "vocab_size": decoder.vocab_size,
         "draft_vocab_size": draft.draft_vocab_size,
         "target_hidden_size": draft.base_hidden_size,
         "tie_word_embeddings": False,

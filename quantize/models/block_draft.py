@@ -66,8 +66,8 @@ class BlockDraft(Draft):
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
         """See `QuantizedNetwork`."""
-        del index  # all layers are equal
-        return block_layer_model(self.layer_config, self.blocks, tensors, device)
+        window = self.window_of(index)
+        return block_layer_model(self.layer_config, self.blocks, tensors, device, window)
 
     def norm_model(self, head: F32 | None, device: torch.device) -> PreTrainedModel:
         """Return the final norm and the head for positions that predict a token."""

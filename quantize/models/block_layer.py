@@ -57,13 +57,21 @@ class Places:
         """The position in the text of each block token, [N * R]."""
         return (self.firsts[:, None] + np.arange(self.size)).reshape(-1)
 
-    def attention_mask(self, *, is_causal: bool) -> NDArray[np.bool_]:
-        """Return the attention mask [T, T]; tokens of the text attend to themselves, unused."""
+    def attention_mask(self, *, is_causal: bool, window: int | None = None) -> NDArray[np.bool_]:
+        """Return the attention mask [T, T]; tokens of the text attend to themselves, unused.
+
+        In a window, a block's token attends to itself and the `window` - 1 positions before it,
+        besides those after it.
+        """
         own = np.ones((self.size, self.size), np.bool_)
         blocks = np.kron(np.eye(self.count, dtype=np.bool_), np.tril(own) if is_causal else own)
         before = np.arange(self.text) < np.repeat(self.firsts, self.size)[:, None]
         features = np.eye(self.text, self.text + len(blocks), dtype=np.bool_)
-        return np.concatenate([features, np.concatenate([before, blocks], 1)])
+        seen = np.concatenate([before, blocks], 1)
+        if window is not None:
+            places = np.concatenate([np.arange(self.text), self.tokens])
+            seen &= self.tokens[:, None] - places < window
+        return np.concatenate([features, seen])
 
 
 def block_layer_model(
@@ -71,6 +79,7 @@ def block_layer_model(
     blocks: BlockConfig,
     tensors: Mapping[str, F32],
     device: torch.device,
+    window: int | None,
 ) -> PreTrainedModel:
     """Return a float32 model of one layer over states [B, T, D].
 
@@ -79,10 +88,11 @@ def block_layer_model(
         blocks: the draft.
         tensors: of the layer, such as "self_attn.q_proj.weight".
         device: where it computes.
+        window: tokens that a token attends to, itself included; None: all.
     """
     model = empty_draft_layer(config, tensors, device)
     model.model.layers[0] = _BlockLayer(
-        layer=model.model.layers[0], blocks=blocks, tensors=tensors, device=device
+        layer=model.model.layers[0], blocks=blocks, tensors=tensors, device=device, window=window
     )
     model.model.register_forward_pre_hook(_places_of(blocks.block.size), with_kwargs=True)
     load_layer(model, tensors, "")
@@ -122,9 +132,11 @@ class _BlockLayer(nn.Module):
         blocks: BlockConfig,
         tensors: Mapping[str, F32],
         device: torch.device,
+        window: int | None,
     ) -> None:
         super().__init__()
         self.size, self.is_causal = blocks.block.size, blocks.block.is_causal
+        self.window = window
         self.attention_type = getattr(layer, "attention_type", "full_attention")
         self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
         self.post_attention_layernorm = layer.post_attention_layernorm
@@ -150,9 +162,8 @@ class _BlockLayer(nn.Module):
         """Compute states [B, T, D]."""
         places = Places.of_rows(hidden_states.shape[1], self.size)
         text, x = hidden_states[:, : places.text], hidden_states[:, places.text :]
-        mask = torch.from_numpy(places.attention_mask(is_causal=self.is_causal)).to(x.device)[
-            None, None
-        ]
+        seen = places.attention_mask(is_causal=self.is_causal, window=self.window)
+        mask = torch.from_numpy(seen).to(x.device)[None, None]
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
             found, _ = self.self_attn(

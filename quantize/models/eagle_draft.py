@@ -127,8 +127,24 @@ class Draft:
         self, index: int, tensors: Mapping[str, F32], device: torch.device
     ) -> PreTrainedModel:
         """See `QuantizedNetwork`."""
-        del index  # the first layer has no input norm
-        return draft_layer_model(self.layer_config, tensors, device)
+        return draft_layer_model(self._windowed(index), tensors, device)
+
+    def _windowed(self, index: int) -> dict[str, Any]:
+        """The config of a layer; with a window, Mistral is what Llama is without."""
+        window = self.window_of(index)
+        if window is None:
+            return self.layer_config
+        own = {"sliding_window": window}
+        if self.layer_config["model_type"] == "llama":
+            own["model_type"] = "mistral"
+        else:
+            own |= {"use_sliding_window": True, "layer_types": ["sliding_attention"]}
+        return self.layer_config | own
+
+    def window_of(self, index: int) -> int | None:
+        """Tokens that a token attends to in a layer, itself included; None: all."""
+        kind = self.config.layer_kinds[index]
+        return None if kind is None else kind.window
 
     @cached_property
     def layer_config(self) -> dict[str, Any]:

@@ -265,7 +265,7 @@ class DraftText:
     is_closed: bool = False
     slots: list[_Slot] = field(default_factory=list)
     recycled: dict[int, Context] = field(default_factory=dict)  # serial number -> its path
-    images = None
+    images, min_length = None, 0
 
     @property
     def committed(self) -> int:
@@ -284,7 +284,11 @@ class DraftText:
         pairs = list(itertools.pairwise(self.text[self.skipped :]))
         return np.array(pairs[:length], np.int64).reshape(length, 2)
 
-    def write(self, values):
+    def truncate(self, length):
+        assert length <= self.committed or not self.text
+
+    def write(self, values, min_length):
+        assert not min_length
         self.text, self.skipped = [*values[:1, 0].tolist(), *values[:, 1].tolist()], 0
 
 
@@ -294,6 +298,8 @@ class StrictDraft:
     Row i must pair the feature of token i with token i + 1 at position i; a grown row must see
     the committed rows and its ancestors, and must be given what its parent recycled.
     """
+
+    max_pass_tokens = max_text_tokens = 0
 
     def __init__(self, capacity: int, draft: Draft, max_batch_size: int = 1) -> None:
         self.capacity, self.draft, self.max_batch_size = capacity, draft, max_batch_size

@@ -50,8 +50,15 @@ _AUDIO_ROWS = 256  # of a page of audio
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
-def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec) -> PageSpec:
-    """Pages of the caches of a portable graph; raises as `lower_attention`."""
+def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec, num_trailing: int = 0) -> PageSpec:
+    """Pages of the caches of a portable graph; raises as `lower_attention`.
+
+    Args:
+        graph: of a base or a draft.
+        plan: of the engine.
+        spec: of the graph's layers.
+        num_trailing: tokens after the text of a draft's pass, see `DraftSpec`.
+    """
     layers = CachedAttention.all_of(graph, takes_sinks=True)
     rows = _SHARED_ROWS
     if plan.max_batch_size == 1:
@@ -62,7 +69,8 @@ def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec) -> PageSpec:
         for layer in layers
         if not layer.is_shared
     )
-    pass_rows = max(_PASS_ROWS, plan.max_verify_tree_size, spec.min_chunk)
+    tree_rows = max(plan.max_verify_tree_size, plan.max_draft_tree_size)
+    pass_rows = max(_PASS_ROWS, tree_rows, spec.min_chunk) + num_trailing
     pages = PageSpec(rows, windows, pass_rows)
     return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
 

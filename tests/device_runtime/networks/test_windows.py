@@ -256,7 +256,7 @@ def test_a_prompt_that_diverges_from_the_output(request, whole, kind):
             found = answer(llm, prompt, max_generate_length=130)
             assert found.token_ids == answer(other, prompt, max_generate_length=130).token_ids
             assert found.profile.reused_tokens == [known]
-            known = len(prompt)
+            known = len(prompt) - (kind == "drafts")  # a draft's last position has another token
             prompt = [*prompt, *IDS[500 : 520 + turn].tolist()]
         other_text = IDS[100:1000].tolist()  # which needs their blocks
         assert answer(llm, other_text).token_ids == answer(other, other_text).token_ids

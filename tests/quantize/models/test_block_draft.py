@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from block_reference import LAYOUTS, BlockReference, make_blocks
+from block_reference import LAYOUTS, WINDOWED, BlockReference, make_blocks
 from eagle_engines import EaglePair, build_blocks, draft_plan
 from quantize_cases import decode, load, write_text
 from transformers import AutoModelForCausalLM
@@ -36,7 +36,9 @@ SCHEMES = {
     "deepspec": "int4_awq",
     "speculators": "int8_sq",
     "dflash2": "int4_awq",
+    **dict.fromkeys(WINDOWED, "fp8"),
 }
+ALL = {**LAYOUTS, **WINDOWED}
 WORST = {"fp8": 0.03, "int8_sq": 0.02, "int4_awq": 0.14, "nvfp4": 0.11}  # of a matrix
 # Relative to the spread of log-probabilities; attention of random weights is sharp.
 FAR, INPUTS = {"fp8": 0.2, "int8_sq": 0.03, "int4_awq": 0.6, "nvfp4": 0.8}, 0.04
@@ -65,7 +67,7 @@ def finished(pair, tmp_path_factory):
 
 
 def _job(pair: EaglePair, name: str, output: Path, **changes: object) -> Job:
-    draft = make_blocks(output.parent / "draft", LAYOUTS[name])
+    draft = make_blocks(output.parent / "draft", ALL[name])
     text = str(pair.base_checkpoint.parent / "text.jsonl")
     options = {"num_samples": 6, "seq_len": 40, "held_out": 2, "device": "cpu", **changes}
     base = str(pair.base_checkpoint)
@@ -81,7 +83,7 @@ def _job(pair: EaglePair, name: str, output: Path, **changes: object) -> Job:
 
 def _reference_outputs(job: Job, name: str, rows: np.ndarray):
     """Return log-probabilities of all predicting positions, and the base's greedy tokens."""
-    layout = LAYOUTS[name]
+    layout = ALL[name]
     reference = BlockReference(Path(job.base_model_dir), layout)
     for row in torch.from_numpy(rows):
         taps, greedy = _features(job, name, row)
@@ -95,11 +97,11 @@ def _features(job: Job, name: str, row: torch.Tensor):
     base = AutoModelForCausalLM.from_pretrained(job.base_model_dir, dtype=torch.float32)
     with torch.no_grad():
         output = base(row[None], output_hidden_states=True)
-    taps = [output.hidden_states[tap][0] for tap in LAYOUTS[name].taps]
+    taps = [output.hidden_states[tap][0] for tap in ALL[name].taps]
     return torch.cat(taps, -1), output.logits[0].argmax(-1)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "causal_window", "one_window"])
 def test_the_report_agrees_with_the_reference(finished, name):
     """Perplexity and accepted candidates of the float draft."""
     job, report = finished(name)
@@ -112,7 +114,7 @@ def test_the_report_agrees_with_the_reference(finished, name):
             losses += [-float(row[right])] if right >= 0 else []
             hits.append(int(row.argmax()) == right)
     quality = report.quality
-    assert quality.tokens == len(hits) == 2 * 6 * (5 + LAYOUTS[name].from_newest)
+    assert quality.tokens == len(hits) == 2 * 6 * (5 + ALL[name].from_newest)
     assert quality.perplexity_float == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
     assert quality.accuracy_float == pytest.approx(np.mean(hits), abs=0.011)  # near-ties
     assert 0 < quality.kl_divergence < FAR[SCHEMES[name]]

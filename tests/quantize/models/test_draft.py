@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from draft_runs import DraftRun, drive
-from eagle_engines import EAGLE1, EAGLE3
+from eagle_engines import EAGLE1, EAGLE3, WINDOW
 from eagle_reference import Layout, Reference, make_draft
 from medusa_heads import make_heads
 from quantize_cases import decode, load, write_text
@@ -53,6 +53,8 @@ LAYOUTS = {
         file="pytorch_model.bin",
     ),
 }  # fmt: skip
+WINDOWED = {"window": WINDOW, "window_norms": replace(WINDOW, qk_norm=True)}
+ALL = {**LAYOUTS, **WINDOWED}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def place(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def make(place):
     def job(name: str, scheme: str = "fp8", output: Path | None = None, **changes: object) -> Job:
-        draft, layout = place / name, LAYOUTS[name]
+        draft, layout = place / name, ALL[name]
         if not draft.exists():
             make_draft(draft, layout)
         changes = {"num_samples": 6, "seq_len": 32, "held_out": 2, "device": "cpu", **changes}
@@ -110,10 +112,10 @@ def _reference(job: Job, layout: Layout) -> Reference:
     return Reference(Path(job.model_dir), Path(job.base_model_dir), layout)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
 def test_the_report_agrees_with_the_reference(make, name):
     """Perplexity and accepted candidates of the float draft."""
-    job, layout = make(name), LAYOUTS[name]
+    job, layout = make(name), ALL[name]
     report = run_job(job, _quiet)
     rows = make_plan(job).task.calibration.held_out
     losses, hits = [], []

@@ -106,6 +106,7 @@ def inspect_draft_engine(folder: Path, check: Check) -> Report:
 
 
 def _cache_fact(manifest: Engine, kv: KVCacheSpec) -> str:
+    """Size and dtype of the KV cache of a base or a draft."""
     fact = f"{manifest.max_kv_cache_capacity} tokens, {kv.dtype}"
     if kv.pages is None or not kv.pages.pass_rows:
         return fact
@@ -115,7 +116,7 @@ def _cache_fact(manifest: Engine, kv: KVCacheSpec) -> str:
 
 def _tree_facts(manifest: Engine) -> dict[str, str]:
     return {
-        "KV cache": f"{manifest.max_kv_cache_capacity} tokens, {manifest.draft.decoder.kv.dtype}",
+        "KV cache": _cache_fact(manifest, manifest.draft.decoder.kv),
         "largest drafted tree": _nodes(manifest.max_draft_tree_size),
     }
 
