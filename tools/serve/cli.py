@@ -98,7 +98,7 @@ def _body_bytes(given: Sequence[Model]) -> int:
     """Default limit of a request's body."""
     from edgellm.tools.serve.settings import MEDIA_BODY_BYTES, TEXT_BODY_BYTES
 
-    has_media = any(model.visual is not None or model.is_speech for model in given)
+    has_media = any(model.visual or model.audio or model.is_speech for model in given)
     return MEDIA_BODY_BYTES if has_media else TEXT_BODY_BYTES
 
 

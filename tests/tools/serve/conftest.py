@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from edgellm.build.plan import Plan
 from edgellm.device_runtime import LLM
 
 CAPACITY = 4096
+MICROPHONE = ("--use-fake-device-for-media-stream", "--use-fake-ui-for-media-stream")
 FIXED_TREES = (
     "--eagle", "--eagleTree", "fixed", "--eagleDraftTopK", 4, "--eagleDraftStep", 3,
     "--eagleVerifyTreeSize", 12,
@@ -86,3 +88,37 @@ def lettered_server(
     engine = made_once(tmp_path_factory, "lettered", make)
     with serving(engine, *FIXED_TREES, "--modelName", "tiny") as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("there is no chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", *MICROPHONE])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A fresh page; whatever it complains about, and whatever it loads from elsewhere, fails."""
+    context = browser.new_context(viewport={"width": 1180, "height": 760})
+    found = context.new_page()
+    complaints, hosts = [], set()
+
+    def said(message):
+        if message.type in ("error", "warning"):
+            complaints.append(message.text)
+
+    found.on("console", said)
+    found.on("pageerror", lambda error: complaints.append(str(error)))
+    found.on("request", lambda sent: hosts.add(sent.url.split("/")[2].partition(":")[0]))
+    found.expected = set()
+    yield found
+    found.unroute_all(behavior="ignoreErrors")
+    context.close()
+    assert not [line for line in complaints if not any(map(line.count, found.expected))]
+    assert hosts <= {"127.0.0.1", ""}

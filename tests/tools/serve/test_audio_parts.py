@@ -70,3 +70,9 @@ def test_bad_parts_are_the_clients_faults(server, part, message):
     status, found = server.json(CHAT, _body(part))
     assert status == 400
     assert message in found["error"]["message"]
+
+
+def test_the_model_says_that_it_takes_audio(server):
+    status, found = server.json("/api/show", {"model": "engine"})
+    assert (status, "audio" in found["capabilities"]) == (200, True)
+    assert found["edgellm"]["max_body_bytes"] == 32 << 20

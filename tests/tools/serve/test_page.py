@@ -6,54 +6,16 @@ import json
 import math
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
+from chat_page import ANSWERED, ask, events_of, open_page, replies, wait_answered
 from serve_process import serving
 
 from edgellm.device_runtime import SamplingParams
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine")
 SCREENSHOTS = os.environ.get("EDGELLM_SCREENSHOTS")  # a folder that keeps them
-ANSWERED = "() => document.getElementById('send').disabled === false"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def page(browser):
-    """A fresh page; whatever it complains about, and whatever it loads from elsewhere, fails."""
-    context = browser.new_context(viewport={"width": 1180, "height": 760})
-    found = context.new_page()
-    complaints, hosts = [], set()
-
-    def said(message):
-        if message.type in ("error", "warning"):
-            complaints.append(message.text)
-
-    found.on("console", said)
-    found.on("pageerror", lambda error: complaints.append(str(error)))
-    found.on("request", lambda sent: hosts.add(sent.url.split("/")[2].partition(":")[0]))
-    found.expected = set()
-    yield found
-    found.unroute_all(behavior="ignoreErrors")
-    context.close()
-    assert not [line for line in complaints if not any(map(line.count, found.expected))]
-    assert hosts <= {"127.0.0.1", ""}
-
-
-def _open(page, server):
-    page.goto(server.url)
-    page.wait_for_function("() => document.getElementById('model').textContent !== ''")
 
 
 def _settings(page, tokens, temperature=0):
@@ -63,42 +25,8 @@ def _settings(page, tokens, temperature=0):
     page.locator("summary", has_text="Settings").click()
 
 
-def _answered(page, count=1):
-    page.wait_for_function(f"() => document.querySelectorAll('.assistant').length >= {count}")
-    page.wait_for_function(ANSWERED)
-
-
-def _ask(page, text, count=1):
-    page.fill("#text", text)
-    page.keyboard.press("Enter")
-    _answered(page, count)
-
-
-def _events(text, tokens=(), usage=None, tree=None, **choice):
-    """A stream of the server: one event with a text and its tokens, then the usage."""
-    origins = {"tokens": list(tokens), "drafted": 3 if len(tokens) > 1 else 0, "accepted": 1}
-    origins |= {"tree": tree} if tree else {}
-    delta = {"index": 0, "delta": {"content": text}, **choice}
-    counts = usage or {"prompt_tokens": 7, "completion_tokens": 3}
-    events = [{"choices": [delta], "edgellm": origins}, {"choices": [], "usage": counts}]
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-
-
-def _replies(page, *streams):
-    """Answer requests with given streams, the last one again and again; the list of bodies."""
-    bodies = []
-
-    def answer(route):
-        bodies.append(route.request.post_data_json)
-        stream = streams[min(len(bodies), len(streams)) - 1]
-        route.fulfill(body=stream, content_type="text/event-stream")
-
-    page.route("**/v1/chat/completions", answer)
-    return bodies
-
-
 def test_a_conversation_by_keyboard(page, server, offline):
-    _open(page, server)
+    open_page(page, server)
     assert page.inner_text("#model") == "tiny"
     _settings(page, 40)
     page.focus("#text")
@@ -106,7 +34,7 @@ def test_a_conversation_by_keyboard(page, server, offline):
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("w40")
     page.keyboard.press("Enter")
-    _answered(page)
+    wait_answered(page)
     greedy = SamplingParams(temperature=0)
     messages = [{"role": "user", "content": "w20 w30\nw40"}]
     answer = offline.generate(messages, sampling=greedy, max_generate_length=40)
@@ -127,7 +55,7 @@ def test_a_conversation_by_keyboard(page, server, offline):
     page.focus("#text")
     page.keyboard.type("w50")
     page.keyboard.press("Enter")
-    _answered(page, 2)
+    wait_answered(page, 2)
     tokens, reused = page.inner_text("#prompt").split(", ")
     assert 40 < int(reused) < int(tokens)
     assert page.inner_text("#used") == f"{int(tokens) + 40} of 4,096 tokens"
@@ -166,9 +94,9 @@ def test_the_tree_of_a_round_has_its_branches(page, server):
         "bonus": "f",
     }
     tokens = [["b", "drafted"], ["d", "drafted"], ["f", "bonus"]]
-    bodies = _replies(page, _events("bdf", tokens, tree=tree))
-    _open(page, server)
-    _ask(page, "w20")
+    bodies = replies(page, events_of("bdf", tokens, tree=tree))
+    open_page(page, server)
+    ask(page, "w20")
     assert bodies[0]["stream_options"]["include_trees"] is True
     page.click(".assistant button:text('Tokens')")
     page.focus(".tokens")
@@ -194,7 +122,7 @@ def test_the_start_and_the_panel_show_the_device_and_the_defaults(page, roomy_en
     defaults = '{"temperature": 0.6, "max_tokens": 9, "min_tokens": 9}'
     flags = ["--modelName", "tiny", "--overrideGenerationConfig", defaults]
     with serving(roomy_engine, *flags) as own:
-        _open(page, own)
+        open_page(page, own)
         page.wait_for_selector("#start p")
         described = own.json("/api/show", {"model": "tiny"})[1]["edgellm"]
         start = page.inner_text("#start p")
@@ -210,12 +138,12 @@ def test_the_start_and_the_panel_show_the_device_and_the_defaults(page, roomy_en
             "temperature": "0.6", "top_p": "1", "top_k": "all tokens", "min_p": "0",
             "seed": "random", "tokens": "9",
         }  # fmt: skip
-        _ask(page, "w20")
+        ask(page, "w20")
         assert own.metric("vllm:generation_tokens_total") == 9
 
 
 def test_an_empty_start_shows_the_model_and_examples_and_nothing_empty(page, server):
-    _open(page, server)
+    open_page(page, server)
     page.wait_for_selector("#start p")
     assert page.inner_text("#start h2") == "tiny"
     assert "4,096 tokens of context" in page.inner_text("#start p")
@@ -225,9 +153,9 @@ def test_an_empty_start_shows_the_model_and_examples_and_nothing_empty(page, ser
     page.locator(".examples button").nth(1).click()
     assert "prime" in page.input_value("#text")
     assert page.evaluate("document.activeElement.id") == "text"
-    _replies(page, _events("2", [["2", "plain"]]))
+    replies(page, events_of("2", [["2", "plain"]]))
     page.keyboard.press("Enter")
-    _answered(page)
+    wait_answered(page)
     assert page.locator("#start").count() == 0
     page.click(".assistant button:text('Tokens')")
     assert page.locator(".legend li").all_inner_texts() == [
@@ -250,7 +178,7 @@ def test_a_path_prefix(page, server):
     page.goto(f"{server.url}/box/edgellm/")
     page.wait_for_function("() => document.getElementById('model').textContent === 'tiny'")
     _settings(page, 3)
-    _ask(page, "w20")
+    ask(page, "w20")
     assert page.locator(".assistant .markdown").text_content().strip()
 
 
@@ -259,9 +187,9 @@ def test_a_phone(page, server, scheme):
     """A page as wide as a phone scrolls to no side, and the messages have most of its height."""
     page.set_viewport_size({"width": 375, "height": 740})
     page.emulate_media(color_scheme=scheme)
-    _replies(page, _events(ANSWER, ORIGINS))
-    _open(page, server)
-    _ask(page, "A table and code, please")
+    replies(page, events_of(ANSWER, ORIGINS))
+    open_page(page, server)
+    ask(page, "A table and code, please")
     assert page.evaluate("document.documentElement.scrollWidth") == 375
     assert page.evaluate("document.getElementById('log').clientHeight") > 0.66 * 740
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -308,9 +236,9 @@ def _picture(page, name):
 
 def test_markdown_and_code(page, server):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    _replies(page, _events(ANSWER, ORIGINS))
-    _open(page, server)
-    _ask(page, "Which numbers are prime?")
+    replies(page, events_of(ANSWER, ORIGINS))
+    open_page(page, server)
+    ask(page, "Which numbers are prime?")
     answer = page.locator(".assistant .markdown")
     assert answer.locator("strong").inner_text() == "prime"
     assert answer.locator("td").all_inner_texts() == ["2", "yes", "9", "no"]
@@ -339,11 +267,11 @@ HOSTILE = """<img src=x onerror=alert(1)><script>alert(2)</script>
 
 
 def test_what_a_model_writes_runs_and_loads_nothing(page, server):
-    _replies(page, _events(HOSTILE))
+    replies(page, events_of(HOSTILE))
     dialogs = []
     page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
-    _open(page, server)
-    _ask(page, "w20")
+    open_page(page, server)
+    ask(page, "w20")
     answer = page.locator(".assistant .markdown")
     assert answer.locator("img, script, form, input, b, [onclick], [onerror]").count() == 0
     assert "<img src=x onerror=alert(1)><script>alert(2)</script>" in answer.text_content()
@@ -357,7 +285,7 @@ def test_what_a_model_writes_runs_and_loads_nothing(page, server):
 
 def test_streaming_draws_once_a_frame_and_keeps_what_is_drawn(page, server):
     """Blocks that are complete keep their elements, so that a selection in them lasts."""
-    _open(page, server)
+    open_page(page, server)
     counts = page.evaluate(
         """async () => {
             const { drawMarkdown } = await import("./page/markdown.js");
@@ -379,12 +307,12 @@ def test_streaming_draws_once_a_frame_and_keeps_what_is_drawn(page, server):
 def test_tokens_and_their_alternatives(page, server):
     likely = [{"token": "Two", "logprob": -0.1}, {"token": "Three", "logprob": -2.5}]
     logprobs = {"content": [{"token": "Two", "logprob": -0.1, "top_logprobs": likely}]}
-    stream = _events("Two and", [["Two", "drafted"], [" and", "bonus"]], logprobs=logprobs)
-    bodies = _replies(page, stream)
-    _open(page, server)
+    stream = events_of("Two and", [["Two", "drafted"], [" and", "bonus"]], logprobs=logprobs)
+    bodies = replies(page, stream)
+    open_page(page, server)
     page.locator("summary", has_text="Settings").click()
     page.check("#alternatives")
-    _ask(page, "w20")
+    ask(page, "w20")
     assert bodies[0]["top_logprobs"] == 5
     page.click(".assistant button:text('Tokens')")
     page.focus(".tokens")
@@ -398,11 +326,11 @@ def test_tokens_and_their_alternatives(page, server):
 
 
 def test_alternatives_of_the_server_belong_to_its_tokens(page, server):
-    _open(page, server)
+    open_page(page, server)
     _settings(page, 8)
     page.locator("summary", has_text="Settings").click()
     page.check("#alternatives")
-    _ask(page, "w20")
+    ask(page, "w20")
     page.click(".assistant button:text('Tokens')")
     page.focus(".tokens")
     for text in page.locator(".tokens span").all_text_contents():
@@ -414,7 +342,7 @@ def test_alternatives_of_the_server_belong_to_its_tokens(page, server):
 
 
 def test_escape_stops_an_answer_and_a_new_chat_forgets(page, server):
-    _open(page, server)
+    open_page(page, server)
     _settings(page, 3000)
     page.fill("#text", "w20")
     page.keyboard.press("Enter")
@@ -428,13 +356,13 @@ def test_escape_stops_an_answer_and_a_new_chat_forgets(page, server):
     server.wait_until("vllm:num_requests_running", 0)
     page.click("#fresh")
     assert page.locator(".turn").count() == 0
-    bodies = _replies(page, _events("x"))
-    _ask(page, "w30")
+    bodies = replies(page, events_of("x"))
+    ask(page, "w30")
     assert [message["content"] for message in bodies[0]["messages"]] == ["w30"]
 
 
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page, server):
-    _open(page, server)
+    open_page(page, server)
     _settings(page, 3000)
     page.fill("#text", "w20")
     page.keyboard.press("Enter")
@@ -448,10 +376,12 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted(page,
 
 
 def test_edit_and_regenerate(page, server):
-    bodies = _replies(page, _events("one"), _events("two"), _events("three"), _events("four"))
-    _open(page, server)
-    _ask(page, "first")
-    _ask(page, "second", 2)
+    bodies = replies(
+        page, events_of("one"), events_of("two"), events_of("three"), events_of("four")
+    )
+    open_page(page, server)
+    ask(page, "first")
+    ask(page, "second", 2)
     assert page.locator("button:text('Regenerate'):visible").count() == 1
     page.click("button:text('Regenerate'):visible")
     page.wait_for_function("() => document.querySelector('#log').textContent.includes('three')")
@@ -470,11 +400,11 @@ def test_edit_and_regenerate(page, server):
 
 
 def test_conversations_are_kept_renamed_exported_and_deleted(page, server):
-    _replies(page, _events("An answer."))
-    _open(page, server)
-    _ask(page, "First question")
+    replies(page, events_of("An answer."))
+    open_page(page, server)
+    ask(page, "First question")
     page.click("#fresh")
-    _ask(page, "Second question")
+    ask(page, "Second question")
     titles = page.locator("#chat-list .title")
     assert titles.all_inner_texts() == ["Second question", "First question"]
     page.reload()
@@ -503,14 +433,14 @@ def test_conversations_are_kept_renamed_exported_and_deleted(page, server):
 
 
 def test_settings_are_sent_kept_and_reset(page, server):
-    bodies = _replies(page, _events("x"))
-    _open(page, server)
+    bodies = replies(page, events_of("x"))
+    open_page(page, server)
     page.locator("summary", has_text="Settings").click()
     page.wait_for_function("() => document.getElementById('temperature').placeholder === '1'")
     page.fill("#temperature", "0.3")
     page.fill("#top_k", "20")
     page.fill("#system", "Be brief.")
-    _ask(page, "w20")
+    ask(page, "w20")
     assert bodies[0] | {"temperature": 0.3, "top_k": 20} == bodies[0]
     assert bodies[0]["messages"][0] == {"role": "system", "content": "Be brief."}
     assert not {"max_tokens", "top_p", "seed"} & set(bodies[0])  # the model's
@@ -522,7 +452,7 @@ def test_settings_are_sent_kept_and_reset(page, server):
 
 
 def test_the_key_is_not_kept(page, server):
-    _open(page, server)
+    open_page(page, server)
     page.locator("summary", has_text="Settings").click()
     page.fill("#key", "a-long-secret")
     page.keyboard.press("Tab")
@@ -531,13 +461,13 @@ def test_the_key_is_not_kept(page, server):
 
 def test_refusals_are_shown_and_the_question_can_be_asked_again(page, server):
     page.expected = {"400"}
-    _open(page, server)
+    open_page(page, server)
     _settings(page, 4)
     page.fill("#text", "w20 " * 3000)
     page.keyboard.press("Enter")
     page.wait_for_selector(".fault")
     assert "the engine takes 1024" in page.locator(".fault .text").inner_text()
-    _ask(page, "w20")  # without the question that failed
+    ask(page, "w20")  # without the question that failed
     assert page.locator(".assistant .markdown").text_content().strip()
     page.fill("#text", "w30 " * 3000)
     page.keyboard.press("Enter")
@@ -545,7 +475,7 @@ def test_refusals_are_shown_and_the_question_can_be_asked_again(page, server):
     page.wait_for_function(ANSWERED)
     again = page.locator("button:text('Try again'):visible")
     assert again.count() == 1  # asking the first again would drop what follows it
-    bodies = _replies(page, _events("now"))
+    bodies = replies(page, events_of("now"))
     again.click()
     page.wait_for_function("() => document.querySelector('#log').textContent.includes('now')")
     assert [message["role"] for message in bodies[0]["messages"]] == ["user", "assistant", "user"]
@@ -554,13 +484,13 @@ def test_refusals_are_shown_and_the_question_can_be_asked_again(page, server):
 
 def test_reasoning_is_beside_the_output_and_not_sent_back(page, server):
     thought = {"delta": {"content": "Four.", "reasoning_content": "Two and two."}}
-    bodies = _replies(page, _events("", **thought))
-    _open(page, server)
-    _ask(page, "w20")
+    bodies = replies(page, events_of("", **thought))
+    open_page(page, server)
+    ask(page, "w20")
     assert page.locator(".assistant .markdown").inner_text() == "Four."
     page.click("summary:text('Reasoning')")
     assert page.locator(".assistant details .text").inner_text() == "Two and two."
-    _ask(page, "w30", 2)
+    ask(page, "w30", 2)
     assert bodies[1]["messages"][1] == {"role": "assistant", "content": "Four."}
 
 
@@ -569,11 +499,11 @@ def test_several_models_can_be_chosen(page, server):
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
     page.route("**/api/show", lambda route: route.fulfill(status=404))
     page.expected = {"404"}
-    bodies = _replies(page, _events("x"))
-    _open(page, server)
+    bodies = replies(page, events_of("x"))
+    open_page(page, server)
     page.get_by_role("combobox", name="Model").select_option("other")
     page.wait_for_function("() => document.querySelector('#start h2').textContent === 'other'")
-    _ask(page, "w20")
+    ask(page, "w20")
     assert bodies[0]["model"] == "other"
     assert page.inner_text("#used") == "10 of 512 tokens"
 
@@ -581,8 +511,8 @@ def test_several_models_can_be_chosen(page, server):
 def test_a_full_storage_keeps_the_texts(page, server):
     about = {"model_info": {"general.architecture": "llava"}, "capabilities": ["vision"]}
     page.route("**/api/show", lambda route: route.fulfill(json=about))
-    _replies(page, _events("x"))
-    _open(page, server)
+    replies(page, events_of("x"))
+    open_page(page, server)
     page.wait_for_function("() => document.querySelector('#start p')")
     page.evaluate(
         """() => { for (let size = 1 << 20; size; size >>= 1) {
@@ -598,7 +528,7 @@ def test_a_full_storage_keeps_the_texts(page, server):
         """async () => { const { setAll } = await import("./page/attachments.js");
             setAll({pictures: ["data:image/png;base64," + "A".repeat(40000)]}); }"""
     )
-    _ask(page, "w20")
+    ask(page, "w20")
     kept = page.evaluate(
         """() => Object.entries(localStorage).filter(([name]) => name.includes("chat:"))
             .map(([, value]) => JSON.parse(value).messages)"""
@@ -611,9 +541,9 @@ def test_a_full_storage_keeps_the_texts(page, server):
 def test_text_is_copied_where_there_is_no_clipboard(page, server):
     """As on pages that come over HTTP from another machine."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    _replies(page, _events("An answer."))
-    _open(page, server)
-    _ask(page, "w20")
+    replies(page, events_of("An answer."))
+    open_page(page, server)
+    ask(page, "w20")
     page.evaluate(
         """() => { window.real = navigator.clipboard;
             Object.defineProperty(navigator, "clipboard", {value: undefined}); }"""
@@ -641,7 +571,7 @@ def test_a_picture_is_dropped_seen_and_removed(page, server):
     page.expected = {"400"}
     about = {"model_info": {"general.architecture": "llava"}, "capabilities": ["vision"]}
     page.route("**/api/show", lambda route: route.fulfill(json=about))
-    _open(page, server)
+    open_page(page, server)
     page.wait_for_function("() => document.querySelector('#start p')")
     page.evaluate(DROP, True)
     page.wait_for_selector("#attachments img")
@@ -658,8 +588,8 @@ def test_a_picture_is_dropped_seen_and_removed(page, server):
 
 
 def test_a_text_file_is_dropped_and_pictures_need_a_model_for_them(page, server):
-    bodies = _replies(page, _events("x"))
-    _open(page, server)
+    bodies = replies(page, events_of("x"))
+    open_page(page, server)
     page.wait_for_function("() => document.getElementById('attach').textContent === 'File'")
     page.evaluate(DROP, True)
     page.wait_for_function("() => document.getElementById('state').textContent !== ''")
@@ -667,7 +597,7 @@ def test_a_text_file_is_dropped_and_pictures_need_a_model_for_them(page, server)
     page.evaluate(DROP, False)
     page.wait_for_selector("#attachments button")
     assert page.get_attribute("#attachments button", "aria-label") == "Remove a.py"
-    _ask(page, "What is x?")
+    ask(page, "What is x?")
     assert bodies[0]["messages"][0]["content"] == "a.py:\n```\nx = 1\n```\n\nWhat is x?"
 
 
@@ -684,9 +614,9 @@ def test_a_key_is_asked_for(page, roomy_engine, tmp_path):
 
 
 def test_everything_can_be_reached_by_tab_and_has_a_name(page, server):
-    _replies(page, _events(ANSWER, ORIGINS))
-    _open(page, server)
-    _ask(page, "w20")
+    replies(page, events_of(ANSWER, ORIGINS))
+    open_page(page, server)
+    ask(page, "w20")
     page.focus("#text")
     reached = set()
     for _ in range(24):
@@ -706,7 +636,7 @@ def test_a_real_answer(page, smollm2_engine):
     """SmolLM2 with its draft: most of the answer was drafted. The README has the picture."""
     flags = ["--eagle", "--eagleTree", "fixed", "--eagleVerifyTreeSize", 16]
     with serving(smollm2_engine, *flags, "--modelName", "SmolLM2-135M-Instruct") as server:
-        _open(page, server)
+        open_page(page, server)
         _settings(page, 60)
         for text in ("What is the capital of France?", "Write a Python function that adds two."):
             page.fill("#text", text)

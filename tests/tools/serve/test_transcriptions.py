@@ -181,12 +181,14 @@ def test_a_speech_model_takes_no_chats(client, server):
     for path, body in (
         ("/v2/models/hearing/generate", {"text_input": "w1"}),
         ("/api/chat", {"model": "hearing", "messages": message}),
-        ("/api/show", {"model": "hearing"}),
         ("/v1/messages", {"model": "hearing", "max_tokens": 3, "messages": message}),
         ("/tokenize", {"model": "hearing", "prompt": "w1"}),
     ):
         status, found = server.json(path, body)
         assert (status, "is a speech model" in json.dumps(found)) == (400, True)
+    status, found = server.json("/api/show", {"model": "hearing"})
+    assert (status, found["capabilities"]) == (200, ["transcription"])
+    assert found["edgellm"]["max_body_bytes"] == 32 << 20
     for path in ("/api/tags", "/api/ps", "/v2/models/hearing/config", "/v1/models/hearing"):
         status, found = server.json(path)
         assert (status, "hearing" in json.dumps(found)) == (200, True)

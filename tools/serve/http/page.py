@@ -18,7 +18,7 @@ _MEDIA_TYPES = {
 # DOMPurify has sanitized it: browsers with trusted types reject any other HTML.
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "img-src data:; media-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types dompurify",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

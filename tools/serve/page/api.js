@@ -10,7 +10,9 @@ export function setKey(value) { key = value; }
 export class KeyNeeded extends Error {}
 
 async function send(path, options = {}) {
-  const headers = { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
+  const isForm = options.body instanceof FormData; // its type has a boundary, which the browser sets
+  const type = !isForm && { "content-type": "application/json" };
+  const headers = { ...type, ...(key && { authorization: `Bearer ${key}` }) };
   const response = await fetch(new URL(path, root), { ...options, headers });
   if (response.status === 401) throw new KeyNeeded("This server needs an API key.");
   if (!response.ok) throw new Error(await problem(response));
@@ -38,9 +40,32 @@ export async function describe(model) {
 }
 
 /** The events of a chat completion. */
-export async function* complete(request, signal) {
-  const body = JSON.stringify(request);
-  const response = await send("v1/chat/completions", { method: "POST", body, signal });
+export function complete(request, signal) {
+  return stream("v1/chat/completions", JSON.stringify(request), signal);
+}
+
+/** The transcripts of clips, one after another, as the events of a chat completion. */
+export async function* transcribe(model, clips, signal) {
+  for (const [index, { name, url }] of clips.entries()) {
+    const form = new FormData();
+    form.set("model", model);
+    form.set("stream", "true");
+    form.set("file", new Blob([bytesOf(url)]), name);
+    if (index) yield spoken("\n\n");
+    for await (const { type, delta } of stream("v1/audio/transcriptions", form, signal)) {
+      if (type === "transcript.text.delta") yield spoken(delta);
+    }
+  }
+}
+
+function bytesOf(url) {
+  return Uint8Array.from(atob(url.split(",")[1]), (letter) => letter.charCodeAt(0));
+}
+
+const spoken = (content) => ({ choices: [{ delta: { content } }] });
+
+async function* stream(path, body, signal) {
+  const response = await send(path, { method: "POST", body, signal });
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
     yield event;

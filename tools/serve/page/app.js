@@ -1,10 +1,11 @@
 // The chat page of edgellm-serve: what the buttons and keys do.
-import { KeyNeeded, complete, describe, models, setKey } from "./api.js";
+import { KeyNeeded, complete, describe, models, setKey, transcribe } from "./api.js";
 import { attach, hasAttachments, setAll, setUp as setUpAttachments, takeAll } from "./attachments.js";
 import { drawChatList } from "./chat_list.js";
 import { isKept, keep, listChats, newChat, saveChat, sentMessages } from "./chats.js";
 import { find, make } from "./dom.js";
 import { Figures, showContext } from "./figures.js";
+import { endRecording, setUpRecording } from "./recording.js";
 import { options, setUpSettings, showDefaults } from "./settings.js";
 import { drawStart, factsOf } from "./start.js";
 import { Answer, addFault, addQuestion } from "./turns.js";
@@ -35,7 +36,7 @@ async function showModels() {
 
 async function choose(id) {
   const capacity = cards.find((card) => card.id === id).max_model_len;
-  model = { id, capacity, takesPictures: true };
+  model = { id, capacity, takesPictures: true, takesAudio: false, transcribes: false, maxBytes: Infinity };
   find("model").textContent = id;
   find("model").hidden = cards.length > 1;
   find("models").hidden = cards.length < 2;
@@ -45,11 +46,16 @@ async function choose(id) {
     model.speed = description.edgellm?.tokens_per_second;
     model.defaults = description.edgellm?.defaults;
     model.takesPictures = description.capabilities.includes("vision");
+    model.transcribes = description.capabilities.includes("transcription");
+    model.takesAudio = model.transcribes || description.capabilities.includes("audio");
+    model.maxBytes = description.edgellm?.max_body_bytes ?? Infinity;
   } catch { // an adapter, or another server: its facts stay unknown
   }
   showDefaults(model.defaults);
-  find("attach").textContent = model.takesPictures ? "Picture or file" : "File";
   setUpAttachments(model, say);
+  if (!model.takesAudio) endRecording();
+  find("record").hidden = !model.takesAudio;
+  document.body.classList.toggle("transcribes", model.transcribes);
   showUsed();
   if (!chat.messages.length) drawStart(model);
 }
@@ -126,6 +132,12 @@ function submit() {
   ask();
 }
 
+/** Attaches files to the next message, which is sent at once to a model that transcribes. */
+async function add(files) {
+  await attach(files);
+  if (model.transcribes) submit();
+}
+
 /** Generates the output for the last question. */
 async function ask() {
   const asked = chat, abort = new AbortController();
@@ -139,7 +151,7 @@ async function ask() {
   const answer = new Answer(message, () => again(index)), figures = new Figures();
   let fault = "";
   try {
-    for await (const event of complete(request(asked), abort.signal)) {
+    for await (const event of outputOf(asked, abort.signal)) {
       if (event.edgellm?.tokens.length && chat === asked) say("answering");
       answer.add(event);
       if (event.edgellm) figures.count(event.edgellm);
@@ -158,6 +170,12 @@ async function ask() {
   if (chat === asked) end(answer, fault, question);
   if (chat === asked || isKept(asked)) save(asked); // unless it was deleted meanwhile
   drawChatList(chat, open);
+  if (model.transcribes) submit(); // what was attached meanwhile
+}
+
+function outputOf(asked, signal) {
+  if (model.transcribes) return transcribe(model.id, asked.messages.at(-1).clips ?? [], signal);
+  return complete(request(asked), signal);
 }
 
 function end(answer, fault, question) {
@@ -190,7 +208,7 @@ function finish(message, { usage, metrics }, figures) {
 }
 
 function save(asked) {
-  if (!saveChat(asked)) say("The browser's storage is full: pictures of this conversation are not kept.");
+  if (!saveChat(asked)) say("The browser's storage is full: pictures and audio of this conversation are not kept.");
   if (chat === asked) history.replaceState(null, "", `#${asked.id}`);
 }
 
@@ -218,7 +236,7 @@ find("text").addEventListener("keydown", (event) => {
     submit();
   }
 });
-find("text").addEventListener("paste", (event) => attach([...event.clipboardData.files]));
+find("text").addEventListener("paste", (event) => add([...event.clipboardData.files]));
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (running) running.abort();
@@ -231,7 +249,7 @@ find("cancel").addEventListener("click", () => { stopEditing(); find("text").foc
 find("key").addEventListener("change", () => { setKey(find("key").value.trim()); showModels(); });
 find("models").addEventListener("change", () => choose(find("models").value));
 find("file").addEventListener("change", async ({ target }) => {
-  await attach([...target.files]);
+  await add([...target.files]);
   target.value = "";
 });
 find("fresh").addEventListener("click", () => open(null));
@@ -240,10 +258,11 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
   find("chat").addEventListener(kind, (event) => {
     event.preventDefault();
     find("chat").classList.toggle("over", kind === "dragover");
-    if (kind === "drop") attach([...event.dataTransfer.files]);
+    if (kind === "drop") add([...event.dataTransfer.files]);
   });
 }
 addEventListener("storage", () => drawChatList(chat, open)); // another tab has changed the list
 setUpSettings();
+setUpRecording((recording) => add([recording]), say);
 open(listChats().find(({ id }) => `#${id}` === location.hash));
 showModels();

@@ -24,13 +24,14 @@ export function saveChat(chat) {
   if (chat.title === UNTITLED) chat.title = titleOf(chat);
   const messages = chat.messages.map(({ tokens, ...message }) => message);
   if (store(CHAT + chat.id, { ...chat, messages })) return true;
-  const texts = messages.map(({ pictures, ...message }) => message);
+  const texts = messages.map(({ pictures, clips, ...message }) => message);
   store(CHAT + chat.id, { ...chat, messages: texts });
   return false;
 }
 
 function titleOf({ messages }) {
-  const text = messages[0]?.text.trim().split("\n", 1)[0] || messages[0]?.files?.[0]?.name;
+  const [first] = messages;
+  const text = first?.text.trim().split("\n", 1)[0] || (first?.files ?? first?.clips)?.[0]?.name;
   return text?.slice(0, 60) || UNTITLED;
 }
 
@@ -73,9 +74,12 @@ export function sentMessages(messages, system) {
   const head = system ? [{ role: "system", content: system }] : [];
   const sent = messages.filter((message) => message.fault === undefined);
   return [...head, ...sent.map((message) => {
-    const text = fullText(message), { role, pictures = [] } = message;
-    if (!pictures.length) return { role, content: text };
-    const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+    const text = fullText(message), { role, pictures = [], clips = [] } = message;
+    if (!pictures.length && !clips.length) return { role, content: text };
+    const parts = [
+      ...pictures.map((url) => ({ type: "image_url", image_url: { url } })),
+      ...clips.map(({ url }) => ({ type: "input_audio", input_audio: { data: url.split(",")[1], format: "wav" } })),
+    ];
     return { role, content: text ? [...parts, { type: "text", text }] : parts };
   })];
 }

@@ -9,7 +9,7 @@ const EXAMPLES = [
 ];
 
 /** Draws the start of a conversation with a model, whose `facts` may be unknown. */
-export function drawStart({ id, facts = [], speed }) {
+export function drawStart({ id, facts = [], speed, transcribes }) {
   const last = recall(`speed:${id}`);
   const shown = [...facts];
   if (last) shown.push(`${last.toFixed(1)} tokens/s in the last output`);
@@ -20,18 +20,21 @@ export function drawStart({ id, facts = [], speed }) {
   }));
   const element = make("div", { id: "start" }, make("h2", { textContent: id || "edgellm" }));
   if (shown.length) element.append(make("p", { textContent: shown.join(" · ") }));
-  element.append(make("div", { className: "examples" }, ...examples));
+  if (!transcribes) element.append(make("div", { className: "examples" }, ...examples));
   find("log").replaceChildren(element);
 }
 
 /** Facts of a model from the server's description. */
 export function factsOf({ model_info: info, capabilities, edgellm }, capacity) {
   const count = info["general.parameter_count"];
+  const transcribes = capabilities.includes("transcription");
   return [
     info["general.architecture"],
     ...(count ? [`${size(count)} parameters`] : []),
-    ...(capacity ? [`${capacity.toLocaleString("en")} tokens of context`] : []),
+    ...(capacity && !transcribes ? [`${capacity.toLocaleString("en")} tokens of context`] : []),
     ...(capabilities.includes("vision") ? ["takes pictures"] : []),
+    ...(capabilities.includes("audio") ? ["takes audio"] : []),
+    ...(transcribes ? ["transcribes speech"] : []),
     ...(edgellm?.device ? [edgellm.device] : []),
   ];
 }

@@ -12,9 +12,10 @@ function append(kind, spoken, ...children) {
 }
 
 export function addQuestion(message, onEdit) {
-  const { text, pictures = [], files = [] } = message;
+  const { text, pictures = [], clips = [], files = [] } = message;
   const shown = [
     ...pictures.map((src, index) => make("img", { src, alt: `Picture ${index + 1}` })),
+    ...clips.map(({ name, url }) => make("audio", { src: url, controls: true, title: name })),
     ...files.map(({ name, content }) =>
       make("details", {}, make("summary", { textContent: name }), make("pre", { textContent: content }))),
     make("div", { className: "text", textContent: text }),

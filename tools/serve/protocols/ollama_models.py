@@ -25,6 +25,7 @@ from edgellm.tools.serve.schemas.openai import MAX_PROMPTS
 from edgellm.tools.serve.schemas.response_format import Body
 
 API_VERSION = "0.9.0"  # of Ollama, whose protocol this is; clients require 0.6.4 and later
+TRANSCRIPTION = "transcription"  # capability of a speech model
 _Fields = dict[str, Any]
 _PER_MS = 1_000_000
 _CENTURY_S = 100 * 365 * 86400
@@ -160,10 +161,11 @@ def details(manifest: Engine) -> _Fields:
     }
 
 
-def description(model: Model, llm: LLM, since: str) -> _Fields:
-    """The body of `/api/show`."""
+def description(model: Model, llm: LLM | None, since: str) -> _Fields:
+    """The body of `/api/show`; a speech model has no `llm`."""
     manifest, decoder = model.manifest, model.manifest.decoder
-    template, family = llm.tokenizer.chat_template or "", decoder.model_type
+    template = (llm and llm.tokenizer.chat_template) or ""
+    family = decoder.model_type
     facts = {
         "general.architecture": family,
         "general.parameter_count": decoder.num_parameters,
@@ -173,11 +175,11 @@ def description(model: Model, llm: LLM, since: str) -> _Fields:
     }
     return {
         "modelfile": f"FROM {model.name}",
-        "parameters": _parameters(llm),
+        "parameters": _parameters(llm) if llm else "",
         "template": template,
         "details": details(manifest),
         "model_info": facts,
-        "capabilities": _capabilities(llm, template, manifest.pooling),
+        "capabilities": _capabilities(llm, template, manifest.pooling) if llm else [TRANSCRIPTION],
         "modified_at": since,
     }
 
@@ -189,6 +191,7 @@ def _capabilities(llm: LLM, template: str, pooling: str) -> list[str]:
     found = {
         "completion": True,
         "vision": llm.images is not None,
+        "audio": llm.audio is not None,
         "tools": tool_calls.find(template) is not None,
         "thinking": bool(has_thinking),
     }

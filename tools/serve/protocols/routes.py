@@ -213,7 +213,8 @@ def _add_ollama_models(app: FastAPI, engines: EnginePool) -> None:
         """Describe a model and its capabilities."""
         name = str(body.get("model") or body.get("name") or "").removesuffix(LATEST)
         served = await engines.of(name, request)
-        shown = ollama_models.description(served.model, served.llm, since)
+        llm = None if served.model.is_speech else served.llm
+        shown = ollama_models.description(served.model, llm, since)
         page = await asyncio.to_thread(_page_facts, served)
         return JSONResponse({**shown, "edgellm": page})
 
@@ -225,10 +226,13 @@ def _add_ollama_models(app: FastAPI, engines: EnginePool) -> None:
 
 def _page_facts(served: EngineHandler) -> dict[str, Any]:
     """What the chat page shows besides: an extension of Ollama's form."""
-    manifest, defaults = served.model.manifest, served.llm.defaults
-    one = manifest.cost_ms.get(PASS, {}).get("1")  # of a pass with one token
+    manifest = served.model.manifest
+    facts = {"device": device_of(manifest), "max_body_bytes": served.settings.max_body_bytes}
+    if served.model.is_speech:
+        return facts
+    one, defaults = manifest.cost_ms.get(PASS, {}).get("1"), served.llm.defaults
     return {
-        "device": device_of(manifest),
-        "tokens_per_second": round(1000 / one, 1) if one else None,
+        **facts,
+        "tokens_per_second": round(1000 / one, 1) if one else None,  # of passes with one token
         "defaults": {**NEUTRAL, **defaults.sampling, "max_tokens": defaults.max_generate_length},
     }
