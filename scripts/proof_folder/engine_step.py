@@ -40,6 +40,7 @@ LENGTH = _TREE + len(_PARENTS)
 _ACCEPTED = np.array([0, 2, 4])  # of the tree's nodes
 _CPU, _GPU = "onnxruntime_cpu", "gpu"
 _BACKENDS = ("tensorrt", "onnxruntime_cuda")
+_MAX_NODES = 60  # of a draft tree, the default of llm_inference
 _SHOWN = 3  # numbers of an output in the report
 _LOGITS, _KV = _KINDS = ("logits", "K/V")
 _LAYER = f"{_KV} of layer"
@@ -136,10 +137,9 @@ def _silent(_: str) -> None:
 
 def _trees(base: Path, draft: Path, requests: Path, backend: str) -> tuple[bool, dict[str, Any]]:
     """Build base and draft; compare decoding with trees and without, token by token."""
-    plan = Plan(
-        max_input_len=MAX_INPUT, kv_capacity=CAPACITY, is_eagle_base=True, max_verify_tree_size=12
-    )
-    of_draft = Plan(max_input_len=MAX_INPUT, kv_capacity=CAPACITY, max_draft_tree_size=12)
+    limits = {"max_input_len": MAX_INPUT, "kv_capacity": CAPACITY}
+    plan = Plan(**limits, is_eagle_base=True, max_verify_tree_size=_MAX_NODES)
+    of_draft = Plan(**limits, max_draft_tree_size=_MAX_NODES)
     with tempfile.TemporaryDirectory() as folder:
         engine = Path(folder, "engine")
         build_engine("llm", base, engine, plan, backend, _silent)

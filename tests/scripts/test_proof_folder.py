@@ -123,7 +123,7 @@ def test_all_steps_of_a_dry_run(folder):
     ran = {name for name, each in found.items() if each["status"] == "ok"}
     assert {"machine", "runtime and kernels", FP16, "EAGLE3 trees, TensorRT"} <= ran
     assert found["runtime and kernels"]["figures"]["gather_gb_per_s"] > 0
-    assert "2 of 2 prompts" in " ".join(found["EAGLE3 trees, TensorRT"]["said"])
+    assert "2 of 2 answers identical" in " ".join(found["EAGLE3 trees, TensorRT"]["said"])
 
 
 @pytest.fixture
