@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of Llama's classes in ModelOpt's layouts, written without torch."""
+"""Tiny random checkpoints: of Llama's classes in ModelOpt's layouts, and of a recurrent model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import ml_dtypes
@@ -13,11 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from edgellm.core.commands.extras import install
+from edgellm.core.errors import EdgeLLMError
+from edgellm.export.models import qwen3_5_text
 from edgellm.quantize.formats.modelopt import NVFP4_BLOCK, pack_int4
 
 Tensors = dict[str, NDArray[np.generic]]
 F32 = NDArray[np.float32]
 _LAYERS, _HIDDEN, _INNER, _HEADS, _KV_HEADS, _VOCABULARY = 2, 256, 256, 4, 2, 108
+RANK = 4  # of the LoRA adapter
 _LARGEST_INPUT = 16.0  # of quantized layers; larger activations would be clipped
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -96,6 +101,47 @@ def write_checkpoint(folder: Path, precision: str, tokenizer: Path) -> None:
     if quantization:
         config = {"quantization": quantization}
         (folder / "hf_quant_config.json").write_text(json.dumps(config))
+    _copy_tokenizer(folder, tokenizer)
+
+
+def write_recurrent(folder: Path, tokenizer: Path) -> None:
+    """Write a tiny Qwen3.5 in float16, with gated delta rules and attention; see above.
+
+    Raises:
+        EdgeLLMError: torch or transformers is missing.
+    """
+    for module in ("torch", "transformers"):
+        if find_spec(module) is None:
+            raise EdgeLLMError(f"a recurrent checkpoint needs {module}", hint=install("host"))
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**qwen3_5_text.TINY, "vocab_size": _VOCABULARY}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**sizes, initializer_range=0.1, eos_token_id=2)
+    model = AutoModelForCausalLM.from_config(config)
+    model.to(torch.float16).save_pretrained(folder)
+    _copy_tokenizer(folder, tokenizer)
+
+
+def write_adapter(folder: Path) -> None:
+    """Write a random LoRA adapter of all linear layers of the checkpoint in fp16."""
+    random = np.random.default_rng(2)
+    tensors: dict[str, F32] = {}
+    for name, weight in _weights().items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if module.endswith("_proj"):
+            for part, shape in (("A", (RANK, weight.shape[1])), ("B", (len(weight), RANK))):
+                values = random.normal(0, 0.1, shape).astype(np.float32)
+                tensors[f"{module}.lora_{part}.weight"] = values
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _copy_tokenizer(folder: Path, tokenizer: Path) -> None:
     for name in _TOKENIZER:
         shutil.copyfile(tokenizer / name, folder / name)
 

@@ -20,7 +20,11 @@ _MODEL, _DRAFT = (_ROOT / "examples" / name for name in ("synthetic-vlm", "synth
 _MAX_BYTES = 400 * 10**6
 _SOURCES = ("benchmarks/gpu.py", "benchmarks/gpu_proof.py", "benchmarks/harness", "tests/support")
 _LIMIT_S = 600
-_CAPABILITY = {"fp8": 89}  # the oldest that has the precision
+_CAPABILITY = {"fp8": 89, "nvfp4": 100}  # the least that has the precision
+LORA = "lora"  # the bundle whose outputs are with an adapter
+_ENGINE = "proof/engine_step.py"
+_BACKENDS = {"tensorrt": "TensorRT", "onnxruntime_cuda": "ONNX Runtime on CUDA"}
+_BATCHED = ("fp16", "recurrent")
 _PLATFORMS = "aarch64-cp310,aarch64-cp312,x86_64-cp312"
 
 app = App()
@@ -32,33 +36,31 @@ def proof_folder(
     platforms: Annotated[
         str, typer.Option("--platforms", help=f"Machines and Pythons. Default: {_PLATFORMS}.")
     ] = _PLATFORMS,
-    precisions: Annotated[
-        str, typer.Option("--precisions", help="Precisions of tiny bundles. Default: all.")
+    bundles: Annotated[
+        str, typer.Option("--bundles", help="Tiny bundles to make. Default: all.")
     ] = "",
     no_wheels: Annotated[
         bool, typer.Option("--no_wheels", help="Leave out all wheels. Default: off.")
     ] = False,
 ) -> None:
     """Make a folder that proves edgellm on a machine without network, torch and compiler."""
-    from edgellm.scripts.proof_folder.checkpoints import PRECISIONS
+    from edgellm.scripts.proof_folder.bundles import NAMES
     from edgellm.scripts.proof_folder.wheels import read_platforms
 
     if out.exists():
         raise EdgeLLMError(f"{out} exists", hint="give a new folder, or delete it")
     chosen = () if no_wheels else read_platforms(platforms)
-    names = tuple(filter(None, precisions.split(","))) or tuple(PRECISIONS)
+    names = tuple(filter(None, bundles.split(","))) or NAMES
     for name in names:
-        if name not in PRECISIONS:
-            raise EdgeLLMError(
-                f"--precisions: {name} is unknown", hint=f"known: {', '.join(PRECISIONS)}"
-            )
+        if name not in NAMES:
+            raise EdgeLLMError(f"--bundles: {name} is unknown", hint=f"known: {', '.join(NAMES)}")
     with temporary_folder(out) as folder:
         size = make_folder(folder, chosen, names)
         folder.rename(out)
     print(f"{out}: {size / 1e6:.1f} MB; copy it, and run ./prove there")
 
 
-def make_folder(folder: Path, platforms: tuple[str, ...], precisions: tuple[str, ...]) -> int:
+def make_folder(folder: Path, platforms: tuple[str, ...], names: tuple[str, ...]) -> int:
     """Fill an empty folder; return its size in bytes.
 
     Raises:
@@ -67,7 +69,7 @@ def make_folder(folder: Path, platforms: tuple[str, ...], precisions: tuple[str,
     from edgellm.scripts.proof_folder.wheels import build_wheel, download_wheels, requirements_of
 
     _copy_sources(folder)
-    steps = _make_bundles(folder, precisions)
+    steps = _make_bundles(folder, names)
     if platforms:
         (folder / "wheels").mkdir()
         wheel = build_wheel(_ROOT, folder / "wheels")
@@ -109,33 +111,41 @@ def _copy_sources(folder: Path) -> None:
     shutil.copy(_HERE / "requests.json", folder / "proof" / "requests.json")
 
 
-def _make_bundles(folder: Path, precisions: tuple[str, ...]) -> list[dict[str, Any]]:
+def _make_bundles(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Make the tiny bundles; return all steps in their order."""
     from edgellm.scripts.proof_folder.bundles import make_bundle, make_pair
 
-    bundles, expected = folder / "bundles", folder / "expected"
+    bundles, expected, adapter = folder / "bundles", folder / "expected", folder / "adapter"
     bundles.mkdir()
     expected.mkdir()
-    for name in precisions:
-        make_bundle(bundles / name, expected / f"{name}.npz", name, _MODEL)
+    for name in names:
+        own = adapter if name == LORA else None
+        make_bundle(bundles / name, expected / f"{name}.npz", name, _MODEL, own)
     make_pair(bundles / "base", bundles / "draft", (_MODEL, _DRAFT))
-    engine = "proof/engine_step.py"
     steps = [
-        _step("machine", [engine, "machine"]),
+        _step("machine", [_ENGINE, "machine"]),
         _step("runtime and kernels", ["proof/benchmarks/gpu_proof.py", "--runtime"], "gpu"),
     ]
     pair = ["bundles/base", "bundles/draft", "proof/requests.json"]
-    for backend, label in (("tensorrt", "TensorRT"), ("onnxruntime_cuda", "ONNX Runtime on CUDA")):
-        for name in precisions:
-            words = [engine, "outputs", f"bundles/{name}", f"expected/{name}.npz", backend]
-            if backend == "tensorrt" and name in _CAPABILITY:
-                words += ["--capability", str(_CAPABILITY[name])]
-            steps.append(_step(f"{name}, {label}", words, backend))
-            if name == precisions[0]:
-                batch = [*words, "--sequences", "2"]
-                steps.append(_step(f"{name}, {label}, a batch of 2", batch, backend, "batch"))
-        trees = [engine, "trees", *pair, backend]
+    for backend, label in _BACKENDS.items():
+        for name in names:
+            steps += _engine_steps(name, backend, label)
+        trees = [_ENGINE, "trees", *pair, backend]
         steps.append(_step(f"EAGLE3 trees, {label}", trees, backend))
+    return steps
+
+
+def _engine_steps(name: str, backend: str, label: str) -> list[dict[str, Any]]:
+    """The steps of a tiny bundle on a backend."""
+    words = [_ENGINE, "outputs", f"bundles/{name}", f"expected/{name}.npz", backend]
+    if name == LORA:
+        return [_step(f"{name}, {label}", [*words, "--adapter", "adapter"], backend, "kernels")]
+    if backend == "tensorrt" and name in _CAPABILITY:
+        words += ["--capability", str(_CAPABILITY[name])]
+    steps = [_step(f"{name}, {label}", words, backend)]
+    if name in _BATCHED:
+        batch = [*words, "--sequences", "2"]
+        steps.append(_step(f"{name}, {label}, a batch of 2", batch, backend, "kernels"))
     return steps
 
 

@@ -2,11 +2,11 @@
 
     python engine_step.py available
     python engine_step.py machine
-    python engine_step.py outputs BUNDLE EXPECTED BACKEND [--sequences N] [--capability N]
+    python engine_step.py outputs BUNDLE EXPECTED BACKEND
     python engine_step.py trees BASE DRAFT REQUESTS BACKEND
 
-The last line of the output is a JSON object for `prove`. With `--dry` the engines are for ONNX
-Runtime on the CPU.
+`--help` has the flags. The last line of the output is a JSON object for `prove`. With `--dry` the
+engines are for ONNX Runtime on the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from edgellm.build.verify.check import row_errors
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import runners
-from edgellm.device_runtime.arrays import F32, I64
+from edgellm.device_runtime.arrays import F32, I64, LoadedAdapter
+from edgellm.device_runtime.engine.lora import open_adapters
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.kernels.library import instruction_sets
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, open_decoder
@@ -36,45 +38,53 @@ from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart
 CAPACITY, MAX_INPUT = 128, 64
 _PROMPT, _PARENTS = 24, (-1, 0, 0, 1, 2)
 _TREE = _PROMPT + 1  # begin of the tree
-LENGTH = _TREE + len(_PARENTS)
+LENGTH = _TREE + len(_PARENTS) + 1  # with the token after the tree
 _ACCEPTED = np.array([0, 2, 4])  # of the tree's nodes
 _CPU, _GPU = "onnxruntime_cpu", "gpu"
 _BACKENDS = ("tensorrt", "onnxruntime_cuda")
 _MAX_NODES = 60  # of a draft tree, the default of llm_inference
+_MAX_RANK = 8  # of LoRA adapters
 _SHOWN = 3  # numbers of an output in the report
-_LOGITS, _KV = _KINDS = ("logits", "K/V")
+_LOGITS, _KV = KINDS = ("logits", "K/V")
 _LAYER = f"{_KV} of layer"
 # Kernels for CPUs round activations in blocks of their own; unrelated outputs differ by 1.4.
 _ALLOWED_ON_CPUS = 0.3
 
 
-def outputs_of(network: DecoderNetwork, texts: Sequence[I64]) -> dict[str, F32]:
-    """Logits and KV cache of sequences in one batch: a prompt, a token, a tree that is accepted.
+def outputs_of(
+    network: DecoderNetwork, texts: Sequence[I64], adapter: LoadedAdapter | None = None
+) -> dict[str, F32]:
+    """Logits and KV cache of sequences in one batch: a prompt, a token, a tree, the next token.
 
     Args:
         network: an engine's, or the portable graph's.
         texts: int64 [LENGTH] of each sequence.
+        adapter: of all sequences.
 
     Returns:
         Logits [R, V] and keys and values of each layer [2, H, S, D], by name.
     """
     found: dict[str, F32] = {}
     kvs = [network.new_kv() for _ in texts]
+    for kv in kvs:
+        kv.adapter = adapter
 
-    def run(name: str, begin: int, end: int, first: int = 0, **tree: Any) -> None:
+    def run(name: str, tokens: slice, length: int, first: int = 0, **tree: Any) -> None:
         parts = [
-            SequencePart(kv, ids[begin:end], begin, np.arange(first, end - begin), **tree)
+            SequencePart(kv, ids[tokens], length, np.arange(first, len(ids[tokens])), **tree)
             for kv, ids in zip(kvs, texts, strict=True)
         ]
         for index, result in enumerate(network.run_batch(parts)):
             found[f"{_LOGITS} of {name}, sequence {index}"] = np.array(result.logits, np.float32)
 
-    run("the prompt", 0, _PROMPT, _PROMPT - 1)
-    run("a token", _PROMPT, _TREE)
+    run("the prompt", slice(_PROMPT), 0, _PROMPT - 1)
+    run("a token", slice(_PROMPT, _TREE), _PROMPT)
     depths, mask = _tree()
-    run("a tree", _TREE, LENGTH, position_ids=_TREE + depths, tree_mask=mask)
-    for index, kv in enumerate(kvs):
+    run("a tree", slice(_TREE, LENGTH - 1), _TREE, position_ids=_TREE + depths, tree_mask=mask)
+    for kv in kvs:
         kv.compact(_TREE, _ACCEPTED)
+    run("the next token", slice(LENGTH - 1, LENGTH), _TREE + len(_ACCEPTED))
+    for index, kv in enumerate(kvs):
         planes = np.array(kv.read(kv.length), np.float32)
         for layer in range(len(planes) // 2):
             found[f"{_LAYER} {layer}, sequence {index}"] = planes[2 * layer : 2 * layer + 2, 0]
@@ -96,15 +106,15 @@ def kind_of(name: str) -> str:
 
 
 def _outputs(
-    bundle: Path, expected: Path, backend: str, sequences: int
+    bundle: Path, expected: Path, backend: str, sequences: int, adapter: Path | None
 ) -> tuple[bool, dict[str, Any]]:
     """Build an engine and compare its outputs."""
     with np.load(expected) as stored:
         arrays = dict(stored)
     texts = arrays["texts"][:sequences]
-    allowed = {kind: float(arrays[f"allowed {kind}"]) for kind in _KINDS}
+    allowed = {kind: float(arrays[f"allowed {kind}"]) for kind in KINDS}
     if backend == _CPU and load_bundle(bundle, LLM_BUNDLE).quantization != "none":
-        allowed = dict.fromkeys(_KINDS, _ALLOWED_ON_CPUS)
+        allowed = dict.fromkeys(KINDS, _ALLOWED_ON_CPUS)
     plan = Plan(
         max_input_len=MAX_INPUT,
         kv_capacity=CAPACITY,
@@ -113,11 +123,17 @@ def _outputs(
         prefill="same",
         max_verify_tree_size=len(_PARENTS),
         max_batch_size=len(texts),
+        max_lora_rank=0 if adapter is None else _MAX_RANK,
     )
     with tempfile.TemporaryDirectory() as folder:
         engine = Path(folder, "engine")
         build_engine("llm", bundle, engine, plan, backend, _silent)
-        found = outputs_of(open_decoder(engine, load_engine(engine, LLM_ENGINE)), texts)
+        manifest = load_engine(engine, LLM_ENGINE)
+        network, loaded = open_decoder(engine, manifest), None
+        if adapter is not None:
+            adapters = open_adapters(engine, manifest, network, nullcontext)
+            loaded = adapters.load(adapter.name, adapter)
+        found = outputs_of(network, texts, loaded)
     results: dict[str, dict[str, Any]] = {}
     for name, array in found.items():
         wanted = arrays[name]
@@ -167,7 +183,7 @@ def _command(package: str, *words: object) -> tuple[int, list[str]]:
 def _available(*, dry: bool) -> dict[str, str]:
     """Why this machine cannot run steps, by what they need; "": it can."""
     if dry:
-        return {"onnxruntime_cuda": "a dry run has no CUDA", "batch": _lack_of_batches()}
+        return {"onnxruntime_cuda": "a dry run has no CUDA", "kernels": _lack_of_kernels()}
     found = {name: _lack_of(name) for name in _BACKENDS}
     try:
         found[_GPU] = "" if compute_capability() is not None else "there is no NVIDIA GPU here"
@@ -184,12 +200,12 @@ def _lack_of(backend: str) -> str:
     return ""
 
 
-def _lack_of_batches() -> str:
-    """Why this machine's CPU runs no batches; "": it does."""
+def _lack_of_kernels() -> str:
+    """Why this machine's CPU runs neither batches nor adapters; "": it does."""
     try:
         instruction_sets()
     except EdgeLLMError as error:
-        return f"batches on the CPU need edgellm's kernels: {error}"
+        return f"batches and adapters on the CPU need edgellm's kernels: {error}"
     return ""
 
 
@@ -204,7 +220,7 @@ def _run(options: argparse.Namespace) -> tuple[bool, dict[str, Any]]:
         backend = _CPU
     if options.kind == "trees":
         return _trees(*map(Path, paths), backend)
-    return _outputs(*map(Path, paths), backend, options.sequences)
+    return _outputs(*map(Path, paths), backend, options.sequences, options.adapter)
 
 
 def main() -> None:
@@ -212,9 +228,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("kind", choices=("available", "machine", "outputs", "trees"))
     parser.add_argument("words", nargs="*")
-    parser.add_argument("--dry", action="store_true")
-    parser.add_argument("--capability", type=int, default=0)
-    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--dry", action="store_true", help="build for the CPU")
+    parser.add_argument("--capability", type=int, default=0, help="least one of the GPU, as 89")
+    parser.add_argument("--sequences", type=int, default=1, help="size of the batch")
+    parser.add_argument("--adapter", type=Path, help="LoRA adapter of all sequences")
     options = parser.parse_args()
     if options.kind == "available":
         print(json.dumps(_available(dry=options.dry)))

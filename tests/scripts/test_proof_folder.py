@@ -16,8 +16,8 @@ from made_once import made_once
 
 from edgellm.build.verify.check import row_errors
 from edgellm.core.errors import EdgeLLMError
-from edgellm.scripts.proof_folder import cli, prove, wheels
-from edgellm.scripts.proof_folder.bundles import make_bundle
+from edgellm.scripts.proof_folder import cli, engine_step, prove, wheels
+from edgellm.scripts.proof_folder.bundles import NAMES, make_bundle
 
 # What no step may reach: names of an index cannot be resolved, and proxies do not answer.
 OFFLINE = {"PIP_NO_INDEX": "1", "https_proxy": "http://127.0.0.1:9", "PIP_RETRIES": "0"}
@@ -76,6 +76,7 @@ def test_the_folder_proves_itself_on_the_cpu(folder):
         "logits of the prompt",
         "logits of a token",
         "logits of a tree",
+        "logits of the next token",
         "K/V of layer 0",
         "K/V of layer 1",
     }
@@ -86,26 +87,24 @@ def test_the_folder_proves_itself_on_the_cpu(folder):
     assert f"| {FP16} | logits of the prompt, sequence 0 |" in page
 
 
-def test_other_numbers_fail(folder):
-    """Expected outputs of other weights, in a folder that is whole."""
-    path = folder / "expected" / "fp16.npz"
-    arrays = dict(np.load(path))
+def test_other_numbers_fail(made, tmp_path):
+    arrays = dict(np.load(made / "expected" / "fp16.npz"))
     name = "K/V of layer 1, sequence 0"
     arrays[name][1, 0, 3] *= 1.01
-    np.savez_compressed(path, **arrays)
-    contents = json.loads((folder / "contents.json").read_text())
-    contents["files"]["expected/fp16.npz"] = prove.sha256(path)
-    (folder / "contents.json").write_text(json.dumps(contents))
-    keep(folder, FP16)
-    assert run(folder)[0] == 1
-    found = results(folder)[FP16]
-    wrong = [key for key, one in found["outputs"].items() if one["error"] > one["allowed"]]
-    assert (found["status"], wrong) == ("FAILED", [name])
+    np.savez(tmp_path / "other.npz", **arrays)
+    bundle = made / "bundles" / "fp16"
+    passed, found = engine_step._outputs(
+        bundle, tmp_path / "other.npz", "onnxruntime_cpu", sequences=1, adapter=None
+    )
+    outputs = found["outputs"]
+    wrong = [key for key, one in outputs.items() if one["error"] > one["allowed"]]
+    assert (passed, wrong) == (False, [name])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("precision", "largest"), [("int8", 0.15), ("fp8", 0.15), ("int4-32", 0.4), ("int4-128", 0.5)]
+    ("precision", "largest"),
+    [("nvfp4", 0.5), ("int8", 0.15), ("fp8", 0.15), ("int4-32", 0.4), ("int4-128", 0.5)],
 )
 def test_quantized_bundles_compute_what_float_ones_do(precision, largest, made, tmp_path):
     """Their layouts are read as they are written; unrelated outputs differ by 1.4."""
@@ -116,12 +115,15 @@ def test_quantized_bundles_compute_what_float_ones_do(precision, largest, made, 
 
 
 @pytest.mark.nightly
-def test_all_steps_of_a_dry_run(folder):
-    code, said, errors = run(folder)
+def test_all_steps_of_a_dry_run(tmp_path, capsys):
+    folder = tmp_path / "proof"
+    cli.proof_folder(folder, no_wheels=True)
+    assert f"{folder}: " in capsys.readouterr().out
+    code, said, errors = run(folder, "--minutes", "60")
     assert code == 0, said + errors
     found = results(folder)
-    ran = {name for name, each in found.items() if each["status"] == "ok"}
-    assert {"machine", "runtime and kernels", FP16, "EAGLE3 trees, TensorRT"} <= ran
+    assert {each["status"] for name, each in found.items() if "CUDA" not in name} == {"ok"}
+    assert {f"{name}, TensorRT" for name in NAMES} <= found.keys()
     assert found["runtime and kernels"]["figures"]["gather_gb_per_s"] > 0
     assert "2 of 2 answers identical" in " ".join(found["EAGLE3 trees, TensorRT"]["said"])
 
@@ -236,11 +238,11 @@ def test_an_output_folder_that_exists_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_unknown_platforms_and_precisions(tmp_path):
+def test_unknown_platforms_and_bundles(tmp_path):
     with pytest.raises(EdgeLLMError, match="riscv-cp312 is no platform"):
         cli.proof_folder(tmp_path / "new", platforms="riscv-cp312")
     with pytest.raises(EdgeLLMError, match="int3 is unknown"):
-        cli.proof_folder(tmp_path / "new", no_wheels=True, precisions="int3")
+        cli.proof_folder(tmp_path / "new", no_wheels=True, bundles="int3")
     assert not (tmp_path / "new").exists()
 
 
