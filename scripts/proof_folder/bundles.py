@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,9 @@ def make_bundle(
         texts = _texts(load_bundle(bundle, LLM_BUNDLE).decoder.vocab_size)
         wanted, *others = (_outputs(graph, texts) for graph in graphs)
     errors = _errors(others[0], wanted) if others else dict.fromkeys(KINDS, _RECURRENT_ERROR)
-    allowed = {f"allowed {kind}": DEVIATIONS * error for kind, error in errors.items()}
+    allowed: dict[str, Any] = {
+        f"allowed {kind}": DEVIATIONS * error for kind, error in errors.items()
+    }
     np.savez_compressed(expected, texts=texts, **wanted, **allowed)
 
 

@@ -25,6 +25,7 @@ LORA = "lora"  # the bundle whose outputs are with an adapter
 _ENGINE = "proof/engine_step.py"
 _BACKENDS = {"tensorrt": "TensorRT", "onnxruntime_cuda": "ONNX Runtime on CUDA"}
 _BATCHED = ("fp16", "recurrent")
+_UNSUPPORTED = {("onnxruntime_cuda", "recurrent")}
 _PLATFORMS = "aarch64-cp310,aarch64-cp312,x86_64-cp312"
 
 app = App()
@@ -129,7 +130,8 @@ def _make_bundles(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
     pair = ["bundles/base", "bundles/draft", "proof/requests.json"]
     for backend, label in _BACKENDS.items():
         for name in names:
-            steps += _engine_steps(name, backend, label)
+            if (backend, name) not in _UNSUPPORTED:
+                steps += _engine_steps(name, backend, label)
         trees = [_ENGINE, "trees", *pair, backend]
         steps.append(_step(f"EAGLE3 trees, {label}", trees, backend))
     return steps
