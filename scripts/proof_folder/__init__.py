@@ -1,0 +1,1 @@
+"""A folder that carries the proof on a GPU to a board without network, torch or compiler."""

@@ -1,0 +1,326 @@
+#!/usr/bin/env python3
+"""Runs the steps of this folder's proof, each in a process of its own.
+
+Needs Python 3.10 and its standard library alone; the steps run in an environment that is made of
+the folder's wheels. Results go to a journal, from which an interrupted run continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CONTENTS, JOURNAL = "contents.json", "journal.jsonl"
+OK, FAILED, SKIPPED, CUT = "ok", "FAILED", "skipped", "out of time"
+_LINES = 12  # of a step's output that are kept
+_INTERRUPTED = 130  # exit status, as shells have it
+
+
+class ProofError(Exception):
+    """An error with its remedy."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(f"prove: {message}; {hint}")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time budget."""
+
+    end: float  # of `time.monotonic`
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.end - time.monotonic()
+
+
+# ------------------------------------------------------------------------------------ the folder
+def read_contents() -> dict[str, Any]:
+    """The folder's list of files, steps and platforms, after all files were compared with it."""
+    path = HERE / CONTENTS
+    try:
+        contents = json.loads(path.read_text("utf-8"))
+        files = contents["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ProofError(f"{path} is missing or damaged", "copy the folder again") from None
+    for name, expected in files.items():
+        if not (HERE / name).is_file():
+            raise ProofError(f"{HERE / name} is missing", "copy the folder again")
+        if sha256(HERE / name) != expected:
+            raise ProofError(f"{HERE / name} is damaged", "copy the folder again")
+    contents["key"] = sha256(path)
+    return contents
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while part := stream.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------- the environment
+def environment(given: str, contents: dict[str, Any], output: Path) -> str:
+    """The Python that runs the steps: the given one, or one with the folder's wheels.
+
+    Raises:
+        ProofError: the folder has no wheels for this Python, or they cannot be installed.
+    """
+    if given:
+        return given
+    here = f"{platform.machine()}-cp{sys.version_info[0]}{sys.version_info[1]}"
+    if here not in contents["platforms"]:
+        held = ", ".join(contents["platforms"]) or "no platform"
+        raise ProofError(
+            f"the folder has wheels for {held}, not for {here}",
+            f"make it with --platforms {here}, or give --python with edgellm's Python",
+        )
+    venv = output / "venv"
+    python = str(venv / "bin" / "python")
+    if (venv / contents["key"]).exists():
+        return python
+    # TensorRT's module is a package of the system.
+    flags = ["--system-site-packages", "--clear"]
+    _install([sys.executable, "-m", "venv", *flags, str(venv)], "sudo apt install python3-venv")
+    wheels = HERE / "wheels"
+    pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+    _install([*pip, *contents["requirements"][here]], "copy the folder again")
+    (venv / contents["key"]).touch()
+    return python
+
+
+def _install(words: list[str], remedy: str) -> None:
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode:
+        said = (result.stderr or result.stdout).strip().splitlines() or ["no output"]
+        raise ProofError(
+            f"the environment cannot be made: {said[-1]}", f"{remedy}, or give --python"
+        )
+
+
+# --------------------------------------------------------------------------------------- a step
+def run_step(
+    python: str, step: dict[str, Any], clock: Clock, *, dry: bool
+) -> tuple[str, dict[str, Any]]:
+    """Run a step; return its status and what it printed as JSON in the last line."""
+    limit = min(step["limit_s"], clock.left_s)
+    words = [python, *step["words"], *(["--dry"] if dry else [])]
+    paths = [HERE / "proof" / one for one in ("benchmarks", "tests", "tests/support")]
+    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        process = subprocess.Popen(
+            words,
+            cwd=HERE,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            if limit < step["limit_s"]:
+                return CUT, {}
+            return FAILED, {"said": [f"it took more than {limit:.0f} s"]}
+        except KeyboardInterrupt:
+            _end(process)
+            raise
+        said.seek(0)
+        lines = said.read().strip().splitlines()
+    result = _printed(lines)
+    if code:
+        return FAILED, {"said": lines[-_LINES:] or [f"exit status {code}"], **result}
+    if "skipped" in result:
+        return SKIPPED, {"said": [result["skipped"]]}
+    return OK, result
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End a step with its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _printed(lines: list[str]) -> dict[str, Any]:
+    """The JSON object of the last line, else all last lines."""
+    with contextlib.suppress(ValueError, IndexError):
+        if isinstance(found := json.loads(lines[-1]), dict):
+            return found if found.keys() & {"said", "skipped", "outputs"} else {"figures": found}
+    return {"said": lines[-_LINES:]}
+
+
+# ------------------------------------------------------------------------------------ the journal
+def read_journal(path: Path, key: str) -> dict[str, dict[str, Any]]:
+    """Results of this folder and mode by step; a torn line is ignored."""
+    found: dict[str, dict[str, Any]] = {}
+    if not path.exists():
+        return found
+    for line in path.read_text("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if entry["key"] == key:
+                found[entry["step"]] = entry
+    return found
+
+
+def append(path: Path, entry: dict[str, Any]) -> None:
+    """Append a line, and flush it to the disk, since boards lose power."""
+    torn = path.exists() and not path.read_text("utf-8", "replace").endswith("\n")
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(("\n" if torn else "") + json.dumps(entry) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+# ------------------------------------------------------------------------------------ the report
+def write_report(
+    output: Path, steps: list[dict[str, Any]], done: dict[str, dict[str, Any]], *, dry: bool
+) -> None:
+    """Write `proof.json` and `proof.md`."""
+    names = [step["name"] for step in steps]
+    results = [done.get(name, {"step": name, "status": "not run"}) for name in names]
+    facts = {"machine": platform.machine(), "system": platform.platform(), "dry": dry}
+    content = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "steps": results}
+    (output / "proof.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    title = "# A dry run: nothing ran on a GPU" if dry else "# edgellm on a GPU"
+    lines = [title, "", f"{content['date']}, {facts['system']}", ""]
+    lines += ["| step | result | seconds | reason |", "|---|---|---|---|"]
+    for each in results:
+        seconds = f"{each['seconds']:.1f}" if "seconds" in each else ""
+        reason = "; ".join(each["said"]) if each["status"] == SKIPPED else ""
+        lines.append(f"| {each['step']} | {each['status']} | {seconds} | {reason} |")
+    lines += ["", "| step | output | found | expected | error | allowed |", "|---|" + 5 * "---|"]
+    for each in results:
+        lines += [_row(each["step"], name, one) for name, one in each.get("outputs", {}).items()]
+    for each in results:
+        text = "\n".join(each.get("said", ())) or _figures(each)
+        if text and each["status"] != SKIPPED:
+            lines += ["", f"## {each['step']}", "", "```", text, "```"]
+    (output / "proof.md").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def _row(step: str, name: str, one: dict[str, Any]) -> str:
+    cells = [one[key] for key in ("found", "expected", "error", "allowed")]
+    return f"| {step} | {name} | " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_cell, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _figures(result: dict[str, Any]) -> str:
+    return "\n".join(f"{name}: {_cell(value)}" for name, value in result.get("figures", {}).items())
+
+
+# ---------------------------------------------------------------------------------------- main
+def steps_to_run(
+    steps: list[dict[str, Any]], done: dict[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Steps without a result; those that ran out of time before come last."""
+    waiting = [step for step in steps if step["name"] not in done]
+    yield from waiting
+    yield from (step for step in steps if done.get(step["name"], {}).get("status") == CUT)
+
+
+def prove(options: argparse.Namespace) -> int:
+    """Run the steps; return the exit status."""
+    clock = Clock(time.monotonic() + 60 * options.minutes)
+    contents = read_contents()
+    output = options.output or HERE / "results"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ProofError(f"{output}: {error.strerror}", "give another folder by --output") from None
+    python = environment(options.python, contents, output)
+    journal, key = output / JOURNAL, f"{contents['key']}{'-dry' if options.dry else ''}"
+    steps, done = contents["steps"], read_journal(journal, key)
+    lacking = _lacking(python, dry=options.dry)
+    status = 0
+    try:
+        for step in list(steps_to_run(steps, done)):
+            if clock.left_s <= 0:
+                break
+            entry = _result(python, step, clock, lacking, dry=options.dry)
+            entry = {"key": key, "step": step["name"], **entry}
+            append(journal, entry)
+            done[step["name"]] = entry
+            print(f"{entry['status']:11} {step['name']}, {entry['seconds']:.1f} s", flush=True)
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    write_report(output, steps, done, dry=options.dry)
+    print(f"{output / 'proof.md'} and .json")
+    found = [done.get(step["name"], {}).get("status") for step in steps]
+    if left := sum(each in (None, CUT) for each in found):
+        print(f"{left} of {len(steps)} steps are left; the same command continues")
+    return status or int(any(each not in (OK, SKIPPED) for each in found))
+
+
+def _result(
+    python: str, step: dict[str, Any], clock: Clock, lacking: dict[str, str], *, dry: bool
+) -> dict[str, Any]:
+    """Status, seconds and result of a step, which is skipped without what it needs."""
+    start = time.monotonic()
+    if why := next(filter(None, (lacking.get(need) for need in step["needs"])), ""):
+        status, result = SKIPPED, {"said": [why]}
+    else:
+        status, result = run_step(python, step, clock, dry=dry)
+    return {"status": status, "seconds": round(time.monotonic() - start, 3), **result}
+
+
+def _lacking(python: str, *, dry: bool) -> dict[str, str]:
+    """Why this machine cannot run the steps of a need; "": it can."""
+    words = [python, "proof/engine_step.py", "available", *(["--dry"] if dry else [])]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=HERE)
+    if result.returncode:
+        said = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        raise ProofError(f"{python} does not run edgellm: {said}", "give another --python")
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Run the proof; the exit status is 1 if a step failed or is left."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "--minutes", type=float, default=25, help="End after this time. Default: 25 minutes."
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="Run on the CPU and on a fake GPU. Default: off."
+    )
+    parser.add_argument(
+        "--python", default="", help="Run the steps in this Python. Default: the folder's wheels."
+    )
+    parser.add_argument(
+        "--output", type=Path, help="Write results here. Default: results, in the folder."
+    )
+    options = parser.parse_args()
+    try:
+        sys.exit(prove(options))
+    except ProofError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

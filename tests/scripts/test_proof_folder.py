@@ -1,0 +1,274 @@
+"""The folder that carries the proof on a GPU; its programs run on the CPU and on the fake GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_once import made_once
+
+from edgellm.build.verify.check import row_errors
+from edgellm.core.errors import EdgeLLMError
+from edgellm.scripts.proof_folder import cli, engine_step, prove, wheels
+from edgellm.scripts.proof_folder.bundles import NAMES, make_bundle
+
+# What no step may reach: names of an index cannot be resolved, and proxies do not answer.
+OFFLINE = {"PIP_NO_INDEX": "1", "https_proxy": "http://127.0.0.1:9", "PIP_RETRIES": "0"}
+FP16 = "fp16, TensorRT"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """A folder without wheels, with one precision."""
+
+    def make(to: Path) -> Path:
+        cli.make_folder(to, (), ("fp16",))
+        return to
+
+    return made_once(tmp_path_factory, "proof-folder", make)
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "proof"))
+
+
+def keep(folder, *names):
+    """Leave these steps alone in the folder's list."""
+    path = folder / "contents.json"
+    contents = json.loads(path.read_text())
+    contents["steps"] = [each for each in contents["steps"] if each["name"] in names]
+    assert len(contents["steps"]) == len(names)
+    path.write_text(json.dumps(contents))
+
+
+def run(folder, *flags, python=sys.executable):
+    words = [folder / "prove", "--dry", *(("--python", python) if python else ()), *flags]
+    result = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, **OFFLINE, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def results(folder):
+    found = json.loads((folder / "results" / "proof.json").read_text())
+    return {each["step"]: each for each in found["steps"]}
+
+
+def test_the_folder_proves_itself_on_the_cpu(folder):
+    keep(folder, FP16, "fp16, ONNX Runtime on CUDA")
+    code, said, errors = run(folder)
+    assert code == 0, said + errors
+    found = results(folder)
+    outputs = found[FP16]["outputs"]
+    assert {name.partition(",")[0] for name in outputs} == {
+        "logits of the prompt",
+        "logits of a token",
+        "logits of a tree",
+        "logits of the next token",
+        "K/V of layer 0",
+        "K/V of layer 1",
+    }
+    assert all(0 <= one["error"] <= one["allowed"] < 0.01 for one in outputs.values())
+    assert found["fp16, ONNX Runtime on CUDA"]["said"] == ["a dry run has no CUDA"]
+    page = (folder / "results" / "proof.md").read_text()
+    assert page.startswith("# A dry run: nothing ran on a GPU")
+    assert f"| {FP16} | logits of the prompt, sequence 0 |" in page
+
+
+def test_other_numbers_fail(made, tmp_path):
+    arrays = dict(np.load(made / "expected" / "fp16.npz"))
+    name = "K/V of layer 1, sequence 0"
+    arrays[name][1, 0, 3] *= 1.01
+    np.savez(tmp_path / "other.npz", **arrays)
+    bundle = made / "bundles" / "fp16"
+    passed, found = engine_step._outputs(
+        bundle, tmp_path / "other.npz", "onnxruntime_cpu", sequences=1, adapter=None
+    )
+    outputs = found["outputs"]
+    wrong = [key for key, one in outputs.items() if one["error"] > one["allowed"]]
+    assert (passed, wrong) == (False, [name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("precision", "largest"),
+    [("nvfp4", 0.5), ("int8", 0.15), ("fp8", 0.15), ("int4-32", 0.4), ("int4-128", 0.5)],
+)
+def test_quantized_bundles_compute_what_float_ones_do(precision, largest, made, tmp_path):
+    """Their layouts are read as they are written; unrelated outputs differ by 1.4."""
+    make_bundle(tmp_path / "bundle", tmp_path / "some.npz", precision, cli._MODEL)
+    found, expected = np.load(tmp_path / "some.npz"), np.load(made / "expected" / "fp16.npz")
+    name = "logits of a tree, sequence 1"
+    assert 0.001 < row_errors(found[name], expected[name]) < largest
+
+
+@pytest.mark.nightly
+def test_all_steps_of_a_dry_run(tmp_path, capsys):
+    folder = tmp_path / "proof"
+    cli.proof_folder(folder, no_wheels=True)
+    assert f"{folder}: " in capsys.readouterr().out
+    code, said, errors = run(folder, "--minutes", "60")
+    assert code == 0, said + errors
+    found = results(folder)
+    assert {each["status"] for name, each in found.items() if "CUDA" not in name} == {"ok"}
+    assert {f"{name}, TensorRT" for name in NAMES} <= found.keys()
+    assert found["runtime and kernels"]["figures"]["gather_gb_per_s"] > 0
+    assert "2 of 2 answers identical" in " ".join(found["EAGLE3 trees, TensorRT"]["said"])
+
+
+@pytest.fixture
+def steps_alone(tmp_path, monkeypatch):
+    """Runs steps of one line of Python in this process; returns status and statuses."""
+    monkeypatch.setattr(prove, "HERE", tmp_path)
+    monkeypatch.setattr(prove, "_lacking", lambda *_, **__: {})
+
+    def run_lines(limit_s=60.0, minutes=1.0, **lines):
+        steps = [
+            {"name": name, "words": ["-c", line], "needs": [], "limit_s": limit_s}
+            for name, line in lines.items()
+        ]
+        contents = {"files": {}, "platforms": [], "requirements": {}, "steps": steps}
+        (tmp_path / "contents.json").write_text(json.dumps(contents))
+        options = argparse.Namespace(
+            minutes=minutes, python=sys.executable, dry=True, output=tmp_path / "results"
+        )
+        status = prove.prove(options)
+        return status, [each["status"] for each in results(tmp_path).values()]
+
+    return run_lines
+
+
+def test_an_interrupted_run_continues(steps_alone, tmp_path):
+    """A failed step is not repeated; the journal's torn line is ignored."""
+    interrupt = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(100)"
+    lines = {
+        "counts": f"open({str(tmp_path / 'counter')!r}, 'a').write('x'); raise SystemExit(3)",
+        "slow": f"import os\nif not os.path.exists({str(tmp_path / 'fast')!r}): {interrupt}",
+    }
+    assert steps_alone(**lines) == (130, ["FAILED", "not run"])
+    with (tmp_path / "results" / "journal.jsonl").open("a") as journal:
+        journal.write('{"key": "torn')
+    (tmp_path / "fast").touch()
+    assert steps_alone(**lines) == (1, ["FAILED", "ok"])
+    assert (tmp_path / "counter").read_text() == "x"
+    assert steps_alone(**lines, other="print()") == (1, ["FAILED", "ok", "ok"])
+    assert (tmp_path / "counter").read_text() == "xx"  # those were results of another folder
+
+
+def test_the_time_budget_is_kept(steps_alone, tmp_path, capsys):
+    lines = {"hangs": "import time; time.sleep(100)", "waits": "print('done')"}
+    assert steps_alone(minutes=0.01, **lines) == (1, ["out of time", "not run"])
+    assert "2 of 2 steps are left; the same command continues" in capsys.readouterr().out
+    # The step that was cut is now the last.
+    assert steps_alone(minutes=0.03, **lines) == (1, ["out of time", "ok"])
+    assert results(tmp_path)["waits"]["said"] == ["done"]
+
+
+def test_a_step_that_takes_too_long_fails_alone(steps_alone, tmp_path):
+    lines = {"hangs": "import time; time.sleep(100)", "next": "print('done')"}
+    assert steps_alone(limit_s=1.0, **lines) == (1, ["FAILED", "ok"])
+    assert results(tmp_path)["hangs"]["said"] == ["it took more than 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda at: (at / "expected/fp16.npz").write_bytes(b"x"), "fp16.npz is damaged; copy"),
+        (lambda at: (at / "bundles/fp16/model.onnx").unlink(), "model.onnx is missing; copy"),
+        (lambda at: (at / "contents.json").write_text("{"), "missing or damaged; copy the folder"),
+    ],
+)
+def test_a_damaged_folder_is_rejected(folder, damage, error):
+    damage(folder)
+    code, said, errors = run(folder)
+    assert (code, said, len(errors.splitlines())) == (2, "", 1)
+    assert errors.startswith("prove: ")
+    assert error in errors
+    assert not (folder / "results").exists()
+
+
+def test_missing_wheels_are_named(folder):
+    code, _, errors = run(folder, python=None)
+    assert code == 2
+    assert "the folder has wheels for no platform, not for" in errors
+    assert "--platforms" in errors
+
+
+@pytest.mark.nightly
+def test_wheels_that_are_not_there_fail_with_a_remedy(folder):
+    """The environment is made without an index, so nothing is downloaded."""
+    path = folder / "contents.json"
+    contents = json.loads(path.read_text())
+    here = f"{os.uname().machine}-cp{sys.version_info[0]}{sys.version_info[1]}"
+    contents |= {"platforms": [here], "requirements": {here: ["edgellm[device]"]}}
+    path.write_text(json.dumps(contents))
+    (folder / "wheels").mkdir()
+    code, _, errors = run(folder, python=None)
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert "the environment cannot be made: " in errors
+    assert "edgellm" in errors
+
+
+def test_a_python_without_edgellm_is_rejected(folder, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no edgellm >&2\nexit 1\n")
+    python.chmod(0o755)
+    code, _, errors = run(folder, python=python)
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert "does not run edgellm: no edgellm; give another --python" in errors
+
+
+def test_an_output_folder_that_exists_is_left_alone(tmp_path):
+    (tmp_path / "mine").touch()
+    with pytest.raises(EdgeLLMError, match="exists") as caught:
+        cli.proof_folder(tmp_path)
+    assert caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_unknown_platforms_and_bundles(tmp_path):
+    with pytest.raises(EdgeLLMError, match="riscv-cp312 is no platform"):
+        cli.proof_folder(tmp_path / "new", platforms="riscv-cp312")
+    with pytest.raises(EdgeLLMError, match="int3 is unknown"):
+        cli.proof_folder(tmp_path / "new", no_wheels=True, bundles="int3")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_is_too_large_is_not_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(cli, "_make_bundles", lambda *_: [])
+    with pytest.raises(EdgeLLMError, match="more than"):
+        cli.proof_folder(tmp_path / "new", no_wheels=True)
+    assert not (tmp_path / "new").exists()
+
+
+def test_wheels_are_asked_for_by_platform(tmp_path, monkeypatch):
+    asked = []
+
+    def pip(words, **_):
+        asked.append(words)
+        (tmp_path / "edgellm-0.1.0-py3-none-any.whl").touch()
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    wheel = wheels.build_wheel(tmp_path, tmp_path)
+    wheels.download_wheels("aarch64-cp310", wheel)
+    words = asked[1]
+    assert words[words.index("--python-version") + 1] == "310"
+    assert {"--only-binary=:all:", "manylinux_2_17_aarch64", "manylinux_2_35_aarch64"} <= {*words}
+    assert {f"{wheel}[device]", "cuda-python<13", "numpy<2"} <= {*words}
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess((), 1))
+    with pytest.raises(EdgeLLMError, match="the wheels for x86_64-cp312 cannot be downloaded"):
+        wheels.download_wheels("x86_64-cp312", wheel)
