@@ -61,6 +61,8 @@ def test_audio_is_recorded_or_attached_and_sent_as_wav(page, server):
     players = page.locator(".user audio[controls]")
     page.wait_for_function("() => document.querySelectorAll('audio')[1].duration === 0.05")
     assert [player.get_attribute("title") for player in players.all()] == ["Recording", "a.wav"]
+    page.set_viewport_size({"width": 375, "height": 740})
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
 def test_why_there_is_no_audio_is_one_line(page, server):
