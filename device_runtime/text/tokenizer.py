@@ -204,7 +204,9 @@ class ChatTokenizer:
         """
         if self._template_text is None:
             raise RequestError(
-                "the model has no chat template", hint='set "apply_chat_template": false'
+                "the model has no chat template",
+                hint='set "apply_chat_template": false, or add the chat_template.jinja of the '
+                "model to its folder and export it again",
             )
         if self._environment is None:
             self._environment = _environment()

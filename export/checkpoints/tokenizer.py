@@ -7,13 +7,15 @@ import codecs
 import importlib.util
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from edgellm.core.commands.extras import install
 from edgellm.core.errors import (
@@ -33,6 +35,77 @@ _ADDED_TOKENS = "added_tokens.json"
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REMEDY = "copy or download the file again"
 _TIKTOKEN, _RESERVED = "tiktoken.model", 256  # ids after those of the file, of special tokens
+_TEKKEN = "tekken.json"
+# By id, in files of versions up to 7 that list none
+_TEKKEN_SPECIAL = (
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
+    "[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] "
+    "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+)
+_TEKKEN_ROLES = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+_UNLISTED = ("v3", "v7")  # versions of files that may list no special tokens
+# Versions with one form of conversations without tools, as mistral-common encodes them
+_INSTRUCT_VERSIONS = ("v7", "v11", "v13")
+# An image goes before a single text. mistral-common rejects system messages with audio before
+# version 13, and in its template of version 13, too.
+_INSTRUCT = """\
+{%- macro text_of(content) -%}
+    {%- if content is string %}{{- content }}
+    {%- else %}
+        {%- for part in content %}
+            {%- if part['type'] != 'text' %}
+                {{- raise_exception('Only messages of the user have images or audio.') }}
+            {%- endif %}
+            {{- part['text'] }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro -%}
+{{- '<s>' }}
+{%- set seen = namespace(system=false, last='assistant') %}
+{%- for message in messages %}
+    {%- set content = message['content'] %}
+    {%- if message['role'] == 'system' %}
+        {%- set seen.system = true %}
+        {{- '[SYSTEM_PROMPT]' + text_of(content) + '[/SYSTEM_PROMPT]' }}
+    {%- elif message['role'] not in ['user', 'assistant'] %}
+        {{- raise_exception('Only the roles system, user and assistant are supported.') }}
+    {%- elif message['role'] == seen.last %}
+        {{- raise_exception('Messages of user and assistant must alternate, the user is first.') }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- set seen.last = 'assistant' %}
+        {{- text_of(content) + '</s>' }}
+    {%- else %}
+        {%- set seen.last = 'user' %}
+        {{- '[INST]' }}
+        {%- if content is string %}
+            {{- content }}
+        {%- else %}
+            {%- set is_image_last = content | length == 2 and content[0]['type'] == 'text'
+                and content[1]['type'] in ['image', 'image_url'] %}
+            {%- for part in (content | reverse if is_image_last else content) %}
+                {%- if part['type'] == 'text' %}
+                    {{- part['text'] }}
+                {%- elif part['type'] in ['image', 'image_url'] %}
+                    {{- '[IMG]' }}
+                {%- elif part['type'] not in ['audio', 'input_audio', 'audio_url'] %}
+                    {{- raise_exception('Only text, images and audio are supported.') }}
+                {%- elif seen.system %}
+                    {{- raise_exception('With audio no system message is supported.') }}
+                {%- else %}
+                    {{- '[BEGIN_AUDIO][AUDIO]' }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- '[/INST]' }}
+    {%- endif %}
+{%- endfor %}
+"""
 # Words that change from upper case to lower case once; Chinese characters are apart.
 _UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
@@ -59,14 +132,15 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """tokenizer.json, tokenizer_config.json and, if the model has one, chat_template.jinja.
 
     A folder without tokenizer.json but with a SentencePiece model, or with a vocabulary and merges
-    in two files, is converted by transformers, and Kimi's file of tiktoken without it.
+    in two files, is converted by transformers; Mistral's tekken.json and Kimi's file of tiktoken
+    without it. A folder of tekken.json without a template has Mistral's, if its version is known.
 
     Raises:
         EdgeLLMError: no tokenizer, or converting needs transformers.
         BrokenArtifactError: a file does not parse.
     """
-    words = _tiktoken_words(folder)
-    if not (folder / TOKENIZER).exists() and words is None:
+    read = _reader(folder)
+    if read is None:
         if not any(folder.glob("*.model")) and not (folder / "vocab.json").exists():
             raise EdgeLLMError(
                 f"{folder} has no tokenizer.json", hint="copy the tokenizer beside the weights"
@@ -74,10 +148,12 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         return _convert_slow(folder)
     files: dict[str, bytes] = {}
     try:
-        content = _without_bom(folder / TOKENIZER) if words is None else _ranked(folder, words)
-        files[TOKENIZER] = content
-        tokenizer = Tokenizer.from_buffer(content)
+        files[TOKENIZER] = read(folder)
+        tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
         config = _read_config(folder, files)
+        if read is _read_tekken:
+            config = _TEKKEN_ROLES | config
+            files[TOKENIZER_CONFIG] = json.dumps(config, indent=2).encode("utf-8")
         if _add_listed(tokenizer, folder, config) | _add_named(tokenizer, config):
             files[TOKENIZER] = tokenizer.to_str().encode("utf-8")
         end = tokenizer.token_to_id(_special_tokens(config).get("eos_token", ""))
@@ -89,6 +165,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         ) from None
     try:
         template = _chat_template(folder, config)
+        if template is None and read is _read_tekken and _has_instruct_form(folder):
+            template = _INSTRUCT
         if template is not None:
             files[CHAT_TEMPLATE] = template.encode("utf-8")
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # no text, or no UTF-8
@@ -273,9 +351,23 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     return template["default"]
 
 
+def _reader(folder: Path) -> Callable[[Path], bytes] | None:
+    """Function that makes tokenizer.json of the folder; None: transformers has to."""
+    if (folder / TOKENIZER).exists():
+        return _read_json
+    if (folder / _TEKKEN).exists():
+        return _read_tekken
+    words = _tiktoken_words(folder)
+    return None if words is None else partial(_read_tiktoken, words=words)
+
+
+def _read_json(folder: Path) -> bytes:
+    return _without_bom(folder / TOKENIZER)
+
+
 def _tiktoken_words(folder: Path) -> str | None:
-    """Pattern of words of a folder with a file of tiktoken alone; None: another folder."""
-    if (folder / TOKENIZER).exists() or not (folder / _TIKTOKEN).exists():
+    """Pattern of words beside a known file of tiktoken; None: another folder."""
+    if not (folder / _TIKTOKEN).exists():
         return None
     classes = _tokenizer_config(folder).get("auto_map", {})
     found = classes.get("AutoTokenizer") if isinstance(classes, dict) else None
@@ -283,10 +375,83 @@ def _tiktoken_words(folder: Path) -> str | None:
     return next((_TIKTOKEN_WORDS[name] for name in names if name in _TIKTOKEN_WORDS), None)
 
 
-def _ranked(folder: Path, words: str) -> bytes:
+def _read_tiktoken(folder: Path, words: str) -> bytes:
     """The tokenizer.json of a file with tokens in base64 and their ranks, a line each."""
     lines = (line.split() for line in (folder / _TIKTOKEN).read_bytes().splitlines() if line)
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    named = _listed(folder, _tokenizer_config(folder))
+    special = (
+        named.get(at, AddedToken(f"<|reserved_token_{at}|>", normalized=False, special=True))
+        for at in range(len(ranks), len(ranks) + _RESERVED)
+    )
+    return _ranked(ranks, words, {}, special).to_str().encode("utf-8")
+
+
+def _read_tekken(folder: Path) -> bytes:
+    """The tokenizer.json of Mistral's tekken.json, whose special tokens have the first ids.
+
+    Texts begin with `<s>`, as in mistral-common and in the tokenizer.json of published folders.
+    """
+    given = _object(_without_bom(folder / _TEKKEN), _TEKKEN)
+    config = given["config"]
+    special = _tekken_special(given)
+    size = config.get("default_vocab_size", len(special) + len(given["vocab"]))
+    entries = given["vocab"][: size - len(special)]  # files have more tokens than models
+    if [entry["rank"] for entry in entries] != [*range(size - len(special))]:
+        raise ValueError(f"the ranks of {_TEKKEN} do not count from 0 to {size - len(special)}")
+    ranks = {
+        base64.b64decode(entry["token_bytes"], validate=True): at
+        for at, entry in enumerate(entries, len(special))
+    }
+    first = {text: at for at, text in enumerate(special)}
+    added = (AddedToken(text, normalized=False, special=True) for text in special)
+    tokenizer = _ranked(ranks, config["pattern"], first, added)
+    begin = _TEKKEN_ROLES["bos_token"]
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A {begin} $B", special_tokens=[(begin, first[begin])]
+    )
+    return tokenizer.to_str().encode("utf-8")
+
+
+def _tekken_special(given: dict[str, Any]) -> list[str]:
+    """Texts of the special tokens of tekken.json by id; unnamed ones are numbered."""
+    listed, config = given.get("special_tokens"), given["config"]
+    if listed is None:
+        if config.get("version") not in _UNLISTED:
+            raise ValueError(f"{_TEKKEN} lists no special tokens")
+        listed = [
+            {"rank": at, "token_str": text} for at, text in enumerate(_TEKKEN_SPECIAL.split())
+        ]
+    texts = {entry["rank"]: entry["token_str"] for entry in listed}
+    count = config.get("default_num_special_tokens", len(listed))
+    if sorted(texts) != [*range(len(listed))] or len(listed) > count:
+        raise ValueError(f"the special tokens of {_TEKKEN} do not count from 0 to {count}")
+    return [texts.get(at, f"<SPECIAL_{at}>") for at in range(count)]
+
+
+def _has_instruct_form(folder: Path) -> bool:
+    """Whether conversations of a model with tekken.json have the form of `_INSTRUCT`.
+
+    Models with tokens for reasoning may need a prompt that tekken.json does not have.
+    """
+    given = _object(_without_bom(folder / _TEKKEN), _TEKKEN)
+    wanted = {"[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "</s>"}
+    special = {*_tekken_special(given)}
+    is_known = given["config"].get("version") in _INSTRUCT_VERSIONS
+    return is_known and wanted <= special and "[THINK]" not in special
+
+
+def _ranked(
+    ranks: dict[bytes, int], words: str, first: Mapping[str, int], special: Iterable[AddedToken]
+) -> Tokenizer:
+    """Byte-level BPE of ranked tokens; the rank of a token is that of its merges.
+
+    Args:
+        ranks: ids of the tokens, in the order of their ranks.
+        words: pattern of the texts that are tokenized on their own.
+        first: ids of special tokens that come before those of `ranks`.
+        special: tokens of `first`, or tokens that get the next ids.
+    """
     letters = _byte_letters()
     texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = sorted(
@@ -296,17 +461,14 @@ def _ranked(folder: Path, words: str) -> bytes:
         if token[:at] in ranks and token[at:] in ranks
     )
     pairs = [(texts[token[:at]], texts[token[at:]]) for *_, token, at in merges]
-    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+    vocabulary = {texts[token]: rank for token, rank in ranks.items()} | {**first}
     tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(words), "isolated")
     by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_byte])
     tokenizer.decoder = decoders.ByteLevel()
-    named = _listed(folder, _tokenizer_config(folder))
-    for at in range(len(ranks), len(ranks) + _RESERVED):
-        unnamed = AddedToken(f"<|reserved_token_{at}|>", normalized=False, special=True)
-        tokenizer.add_special_tokens([named.get(at, unnamed)])
-    return tokenizer.to_str().encode("utf-8")
+    tokenizer.add_special_tokens([*special])
+    return tokenizer
 
 
 def _byte_letters() -> list[str]:

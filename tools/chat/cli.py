@@ -56,7 +56,8 @@ def chat(
     if not llm.tokenizer.has_template:
         raise EdgeLLMError(
             "the model has no chat template, so it cannot chat",
-            hint='llm_inference continues texts: "apply_chat_template": false in its file',
+            hint='llm_inference continues texts: "apply_chat_template": false in its file; or add '
+            "the chat_template.jinja of the model to its folder and export it again",
         )
     sampling = llm.sampling_params(**given.sampling)
     length = flags.max_generate_length or llm.defaults.max_generate_length

@@ -179,7 +179,8 @@ def _open(
         raise EdgeLLMError(
             f"{found.name} has no chat template, so it cannot chat",
             hint=f"llm_inference --engineDir {found.engine} continues texts: "
-            '"apply_chat_template": false in its file',
+            '"apply_chat_template": false in its file; or add the chat_template.jinja of the model '
+            "to its folder",
         )
     usual = {} if llm.defaults.sampling else _USUAL
     sampling = llm.sampling_params(**{**usual, **given.sampling})

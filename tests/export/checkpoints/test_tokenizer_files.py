@@ -10,8 +10,15 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.integrations.mistral.tokenizer import MistralConverter
 
-from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
+from edgellm.core.errors import (
+    BrokenArtifactError,
+    EdgeLLMError,
+    RequestError,
+    UnsupportedModelError,
+)
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.export.checkpoints import tokenizer as module
 from edgellm.export.checkpoints.tokenizer import read_tokenizer
 
@@ -178,4 +185,153 @@ def test_a_damaged_file_of_tiktoken_is_rejected(tmp_path):
     path = tmp_path / "tiktoken.model"
     path.write_text(path.read_text()[:-3] + "x\n")
     with pytest.raises(EdgeLLMError, match=r"the tokenizer of .* is damaged"):
+        read_tokenizer(tmp_path)
+
+
+TEKKEN_SPECIAL = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "[INST]",
+    "[/INST]",
+    "[SYSTEM_PROMPT]",
+    "[/SYSTEM_PROMPT]",
+    "[IMG]",
+    "<pad>",
+    "[AUDIO]",
+    "[BEGIN_AUDIO]",
+]
+_BEGIN = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN_WORDS = (
+    rf"{_BEGIN}{_UPPER}*{_LOWER}+|{_BEGIN}{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_SPECIAL, NUM_TOKENS = 20, 280
+
+
+def _write_tekken(folder: Path, version: str = "v7", **changes) -> None:
+    """A tekken.json of `NUM_TOKENS` tokens, which lists more of them."""
+    longer = " th he the  the The ing  a an and 日本 语 é na 👩 12 \n\n ab abc  ab bc".encode()
+    tokens = [*(bytes([byte]) for byte in range(256)), *filter(None, longer.split(b" "))]
+    tokens += [b" t", b" th", b" the", b"  ", b"    ", b"\n\n", *(b"x%d" % at for at in range(20))]
+    content = {
+        "config": {
+            "pattern": TEKKEN_WORDS,
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": NUM_TOKENS + NUM_SPECIAL,
+            "default_num_special_tokens": NUM_SPECIAL,
+            "version": version,
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(dict.fromkeys(tokens))
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(TEKKEN_SPECIAL)
+        ],
+    }
+    (folder / "tekken.json").write_text(json.dumps(content | changes))
+
+
+def test_mistrals_tekken_json_is_read(tmp_path):
+    """As transformers converts it, with the token that mistral-common begins texts with."""
+    _write_tekken(tmp_path)
+    found = read_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_buffer(found.files["tokenizer.json"])
+    expected = MistralConverter(str(tmp_path / "tekken.json")).converted()
+    texts = [
+        *TEXTS,
+        "The theory  and\n\n\nthe   An",
+        "12345 1.5",
+        "日本语 é👩 ÀÉ x19 x0",
+        "[INST]the[/INST]",
+    ]
+    for text in texts:
+        ids = expected.encode(text).ids
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+        assert tokenizer.encode(text).ids == [TEKKEN_SPECIAL.index("<s>"), *ids]
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.get_vocab() == expected.get_vocab()
+    assert (found.eos_token_id, found.last_token[1]) == (2, NUM_TOKENS + NUM_SPECIAL - 1)
+
+
+def _chat(folder: Path, target: Path) -> ChatTokenizer:
+    """The tokenizer of a bundle of the folder."""
+    target.mkdir()
+    for name, content in read_tokenizer(folder).files.items():
+        (target / name).write_bytes(content)
+    return ChatTokenizer(target)
+
+
+AUDIO, IMAGE = {"type": "audio", "audio": ""}, {"type": "image", "image": ""}
+WHY, WHAT = {"type": "text", "text": "Why?"}, {"type": "text", "text": " What?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+# Texts of mistral-common 1.13 (`encode_chat_completion`), with one token for an image or a clip
+CONVERSATIONS = (
+    (
+        [SYSTEM, "Hi", "Yes.", " Go on"],
+        "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT][INST]Hi[/INST]Yes.</s>[INST] Go on[/INST]",
+    ),
+    ([[AUDIO, WHY]], "[INST][BEGIN_AUDIO][AUDIO]Why?[/INST]"),
+    (
+        [[WHY, AUDIO], "No", [AUDIO, AUDIO, WHAT]],
+        "[INST]Why?[BEGIN_AUDIO][AUDIO][/INST]No</s>"
+        "[INST][BEGIN_AUDIO][AUDIO][BEGIN_AUDIO][AUDIO] What?[/INST]",
+    ),
+    ([[WHY, IMAGE]], "[INST][IMG]Why?[/INST]"),
+    ([[WHY, IMAGE, WHAT, IMAGE]], "[INST]Why?[IMG] What?[IMG][/INST]"),
+)
+
+
+def _messages(contents: list) -> list[dict]:
+    """Messages of user and assistant in turn, after one of the system."""
+    turns = [each for each in contents if each is not SYSTEM]
+    roles = ("user", "assistant")
+    found = [{"role": roles[at % 2], "content": content} for at, content in enumerate(turns)]
+    return [each for each in contents if each is SYSTEM] + found
+
+
+@pytest.mark.parametrize("version", ["v7", "v13"])
+def test_tekken_json_without_a_template_has_the_instruct_form(tmp_path, version):
+    _write_tekken(tmp_path, version)
+    tokenizer = _chat(tmp_path, tmp_path / "bundle")
+    for contents, expected in CONVERSATIONS:
+        assert tokenizer.render(_messages(contents), add_generation_prompt=True) == f"<s>{expected}"
+    rejected = ([SYSTEM, [AUDIO, WHY]], "no system"), (["Hi", [IMAGE]], "of the user")
+    for contents, said in rejected:
+        with pytest.raises(RequestError, match=said):
+            tokenizer.render(_messages(contents))
+    (tmp_path / "chat_template.jinja").write_text("its own")
+    assert read_tokenizer(tmp_path).files["chat_template.jinja"] == b"its own"
+
+
+@pytest.mark.parametrize("changes", [{"version": "v15"}, {"special_tokens": None}, "[THINK]"])
+def test_tekken_json_of_an_unknown_form_has_no_template(tmp_path, changes):
+    """The tokenizer is read; v3 lists no special tokens and has no messages of the system."""
+    if changes == "[THINK]":
+        texts = [*TEKKEN_SPECIAL, changes]
+        listed = [{"rank": rank, "token_str": text} for rank, text in enumerate(texts)]
+        changes = {"version": "v13", "special_tokens": listed}
+    _write_tekken(tmp_path, **{"version": "v3", **changes})
+    tokenizer = _chat(tmp_path, tmp_path / "bundle")
+    assert tokenizer.decode(tokenizer.encode("the [INST]", add_special_tokens=False)) == "the "
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        tokenizer.render(_messages(["Hi"]))
+    assert "chat_template.jinja" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab": [{"rank": 1, "token_bytes": "YQ=="}]},
+        {"special_tokens": [{"rank": 1, "token_str": "<s>"}]},
+        {"special_tokens": None, "version": "v11"},
+        {"config": {}},
+    ],
+)
+def test_a_damaged_tekken_json_is_rejected(tmp_path, changes):
+    _write_tekken(tmp_path, **changes)
+    with pytest.raises(BrokenArtifactError, match=r"the tokenizer of .* is damaged"):
         read_tokenizer(tmp_path)
