@@ -13,6 +13,13 @@ import typer
 from edgellm.core.artifact import temporary_folder
 from edgellm.core.cli import App, run_command
 from edgellm.core.errors import EdgeLLMError
+from edgellm.scripts.proof_folder.wheels import (
+    DEFAULT,
+    build_wheel,
+    download_wheels,
+    read_platforms,
+    requirements_of,
+)
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
@@ -26,7 +33,7 @@ _ENGINE = "proof/engine_step.py"
 _BACKENDS = {"tensorrt": "TensorRT", "onnxruntime_cuda": "ONNX Runtime on CUDA"}
 _BATCHED = ("fp16", "recurrent")
 _UNSUPPORTED = {("onnxruntime_cuda", "recurrent")}
-_PLATFORMS = "aarch64-cp310,aarch64-cp312,x86_64-cp312"
+_PLATFORMS = ",".join(DEFAULT)
 
 app = App()
 
@@ -46,7 +53,6 @@ def proof_folder(
 ) -> None:
     """Make a folder that proves edgellm on a machine without network, torch and compiler."""
     from edgellm.scripts.proof_folder.bundles import NAMES
-    from edgellm.scripts.proof_folder.wheels import read_platforms
 
     if out.exists():
         raise EdgeLLMError(f"{out} exists", hint="give a new folder, or delete it")
@@ -67,8 +73,6 @@ def make_folder(folder: Path, platforms: tuple[str, ...], names: tuple[str, ...]
     Raises:
         EdgeLLMError: wheels cannot be made, or the folder is larger than 400 MB.
     """
-    from edgellm.scripts.proof_folder.wheels import build_wheel, download_wheels, requirements_of
-
     _copy_sources(folder)
     steps = _make_bundles(folder, names)
     if platforms:
