@@ -134,7 +134,7 @@ class Draft:
         window = self.window_of(index)
         if window is None:
             return self.layer_config
-        own = {"sliding_window": window}
+        own: dict[str, Any] = {"sliding_window": window}
         if self.layer_config["model_type"] == "llama":
             own["model_type"] = "mistral"
         else:

@@ -35,7 +35,7 @@ class Loading:
         self.log.append(f"+{model.name}")
         if model.name in self.broken:
             raise BrokenArtifactError(f"{model.name} is damaged")
-        llm = SimpleNamespace(batch_size=1, adapters={}, on_pass=lambda _: None)
+        llm = SimpleNamespace(batch_size=1, embeds=False, adapters={}, on_pass=lambda _: None)
         llm.driver = lambda: BackgroundLoop(None)
         llm.load_adapter, llm.kv_cache_manager = (
             llm.adapters.__setitem__,
