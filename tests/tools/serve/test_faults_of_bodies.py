@@ -22,7 +22,7 @@ CASES = [
      "messages.0.content: input should be a valid string or list"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "txt", "text": "a"}]}]},
      "messages.0.content.0.type: input should be 'text', 'refusal', 'image_url', 'video_url', "
-     "'video' (did you mean text?)"),
+     "'video', 'input_audio', 'audio_url' (did you mean text?)"),
     (RESPONSES, {"input": [{"type": "mesage", "role": "user", "content": "a"}]},
      "input.0.type: input should be 'function_call', 'function_call_output', 'reasoning', "
      "'item_reference', 'message' (did you mean message?)"),

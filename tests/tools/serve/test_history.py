@@ -154,8 +154,8 @@ def test_only_parts_of_a_conversation_are_open():
     """What is asked of the model stays exact."""
     opened = {one.__qualname__ for one in BODIES if issubclass(one, Earlier)} - {"Earlier"}
     assert opened == {
-        "Base64Source", "CalledFunction", "FunctionCall", "FunctionCallOutput", "ImageBlock",
-        "ImagePart", "ImageUrl", "InputImage", "InputMessage", "InputText", "ItemReference",
+        "AudioUrlPart", "Base64Source", "CalledFunction", "FunctionCall", "FunctionCallOutput", "ImageBlock",
+        "ImagePart", "ImageUrl", "InputAudio", "InputAudioPart", "InputImage", "InputMessage", "InputText", "ItemReference",
         "Message", "OllamaCall", "OllamaMessage", "OllamaToolCall", "ReasoningText", "Reasoned",
         "RedactedThinkingBlock", "RefusalPart", "RefusalText", "TextBlock", "TextPart",
         "ThinkingBlock", "ToolCall", "ToolReference", "ToolResultBlock", "ToolUseBlock", "Turn",
