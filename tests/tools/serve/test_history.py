@@ -154,12 +154,12 @@ def test_only_parts_of_a_conversation_are_open():
     """What is asked of the model stays exact."""
     opened = {one.__qualname__ for one in BODIES if issubclass(one, Earlier)} - {"Earlier"}
     assert opened == {
-        "AudioUrlPart", "Base64Source", "CalledFunction", "FunctionCall", "FunctionCallOutput", "ImageBlock",
-        "ImagePart", "ImageUrl", "InputAudio", "InputAudioPart", "InputImage", "InputMessage", "InputText", "ItemReference",
-        "Message", "OllamaCall", "OllamaMessage", "OllamaToolCall", "ReasoningText", "Reasoned",
-        "RedactedThinkingBlock", "RefusalPart", "RefusalText", "TextBlock", "TextPart",
-        "ThinkingBlock", "ToolCall", "ToolReference", "ToolResultBlock", "ToolUseBlock", "Turn",
-        "UrlSource", "VideoPart", "VideoUrlPart",
+        "AudioUrlPart", "Base64Source", "CalledFunction", "FunctionCall", "FunctionCallOutput",
+        "ImageBlock", "ImagePart", "ImageUrl", "InputAudio", "InputAudioPart", "InputImage",
+        "InputMessage", "InputText", "ItemReference", "Message", "OllamaCall", "OllamaMessage",
+        "OllamaToolCall", "ReasoningText", "Reasoned", "RedactedThinkingBlock", "RefusalPart",
+        "RefusalText", "TextBlock", "TextPart", "ThinkingBlock", "ToolCall", "ToolReference",
+        "ToolResultBlock", "ToolUseBlock", "Turn", "UrlSource", "VideoPart", "VideoUrlPart",
     }  # fmt: skip
 
 

@@ -210,7 +210,8 @@ class _Model:
     """As much of an `LLM` as a chat needs to know."""
 
     def __init__(self, folder):
-        self.tokenizer, self.images, self.manifest = ChatTokenizer(folder), None, self
+        self.tokenizer, self.manifest = ChatTokenizer(folder), self
+        self.images = self.audio = None
         self.formatter, self.eos_token_ids = Formatter(self.tokenizer), (2,)
         self.defaults = GenerationDefaults()
 
