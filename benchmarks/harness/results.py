@@ -22,7 +22,8 @@ FILE = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 _BLOCK = re.compile(r"<!-- table: ([\w.-]+) -->\n.*?<!-- /table -->", re.DOTALL)
 _LIBRARIES = ("edgellm", "onnxruntime")
-_OF_THIS_MACHINE = ("--work", "--results")  # flags that a reader need not repeat
+# Flags that a reader need not repeat
+_OF_THIS_MACHINE = ("--work", "--results", "--llama_python", "--peers_python")
 
 
 @dataclass(frozen=True)
