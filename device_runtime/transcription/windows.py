@@ -75,5 +75,5 @@ class PartWindows:
         return np.pad(found, ((0, 0), (0, self._size - found.shape[1])))
 
     def advance(self, num_frames: int) -> None:
-        """Begin the next window so many frames later."""
+        """Begin the next window a number of frames later."""
         self._begin += num_frames

@@ -128,7 +128,7 @@ def lower_audio_attention(graph: GraphEditor, cache: KVCacheSpec | None, capacit
     for call in find_calls(graph.graph, CROSS_ATTENTION):
         q, *audio = call.inputs
         assert q is not None
-        _, heads, positions, width = (int(size) for size in audio[0].shape)  # type: ignore
+        _, heads, positions, width = (int(size) for size in audio[0].shape)  # type: ignore - it is static
         if positions < capacity:
             return
         graph.cursor = call
@@ -163,7 +163,7 @@ def lower_audio_outputs(graph: GraphEditor, capacity: int) -> None:
         last = value.producer()
         if not str(value.name).startswith(CROSS) or last is None:
             continue
-        _, heads, positions, width = (int(size) for size in value.shape)  # type: ignore
+        _, heads, positions, width = (int(size) for size in value.shape)  # type: ignore - it is static
         if positions < capacity:
             return
         graph.cursor = last  # the transposition of [1, A, heads, D]
