@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from edgellm.core.cli import App
+from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.whisper_tiny import fetch
 
 TEXT = (
@@ -32,5 +33,7 @@ def whisper_tiny(
 ) -> None:
     """Fetch Whisper tiny.en unless it exists, and print its folder."""
     if speech is not None:
+        if not speech.parent.is_dir():
+            raise EdgeLLMError(f"{speech.parent} is no folder", hint="give a file in a folder")
         fetch.say(text, speech)
     print(fetch.model())
