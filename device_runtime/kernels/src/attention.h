@@ -35,48 +35,61 @@ void weigh(Query& query, int64_t base) {
 // -------------------------------------------------------------------------------------- values
 constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
 
+// Adds V strips of keys' values, weighted for Q queries. Registers are of the processor's own vectors: compilers keep arrays of others in memory.
 template <class Isa, int Q, int V, class E>
 void add_tile(const Query* queries, const E* rows, int64_t dim, int64_t at, int64_t count, int64_t d, const E* ahead) {
-  F<Isa> sums[Q][V];
+  using Floats = typename Isa::Floats;
+  constexpr int kRegisters = V * Isa::kParts;
+  Floats sums[Q][kRegisters];
+#pragma GCC unroll 8
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) sums[q][v] = Isa::load(queries[q].values + d + v * kStrip);
-  for (int64_t i = 0; i < count; i++) {
-    F<Isa> part[V];
+#pragma GCC unroll 32
+    for (int i = 0; i < kRegisters; i++)
+      sums[q][i] = Isa::template read<Floats>(queries[q].values + d + i * Isa::kLanes);
+  for (int64_t key = 0; key < count; key++) {
+    Floats part[kRegisters];
+#pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
-      part[v] = numbers<Isa>(rows + i * dim + d + v * kStrip);
-      if (ahead) __builtin_prefetch(ahead + i * dim + d + v * kStrip);
+      const F<Isa> strip = numbers<Isa>(rows + key * dim + d + v * kStrip);
+      Isa::for_each([&](int i) { part[v * Isa::kParts + i] = Isa::part(strip, i); });
+      if (ahead) __builtin_prefetch(ahead + key * dim + d + v * kStrip);
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; q++) {
-      const F<Isa> weight = Isa::set(queries[q].scores[at + i]);
-      for (int v = 0; v < V; v++) sums[q][v] = Isa::fma(part[v], weight, sums[q][v]);
+      const Floats weight = queries[q].scores[at + key] - Floats{};
+#pragma GCC unroll 32
+      for (int i = 0; i < kRegisters; i++) sums[q][i] = Isa::fma(part[i], weight, sums[q][i]);
     }
   }
+#pragma GCC unroll 8
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) Isa::store(queries[q].values + d + v * kStrip, sums[q][v]);
+#pragma GCC unroll 32
+    for (int i = 0; i < kRegisters; i++) Isa::write(queries[q].values + d + i * Isa::kLanes, sums[q][i]);
 }
 
 template <class Isa, int Q, class E>
 void add_some(const Query* queries, int num_queries, const E* rows, int64_t at, int64_t count, int64_t dim,
               const E* ahead) {
   if (num_queries == Q) {
+    constexpr int kStrips = int(least(4, most(1, Isa::kValueTile / Q)));  // fewer queries leave registers for more
     int64_t d = 0;
-    for (; d + Isa::kWide * kStrip <= dim; d += Isa::kWide * kStrip)
-      add_tile<Isa, Q, Isa::kWide>(queries, rows, dim, at, count, d, ahead);
+    for (; d + kStrips * kStrip <= dim; d += kStrips * kStrip)
+      add_tile<Isa, Q, kStrips>(queries, rows, dim, at, count, d, ahead);
     for (; d < dim; d += kStrip) add_tile<Isa, Q, 1>(queries, rows, dim, at, count, d, ahead);
   } else if constexpr (Q > 1) {
     add_some<Isa, Q - 1>(queries, num_queries, rows, at, count, dim, ahead);
   }
 }
 
-// Adds the values of up to 32 keys, one after the other; their scores stand from `at` on.
+// Adds the values of up to 32 keys, one after the other; their scores stand from `at` on. `kValueQueries` queries share
+// a read of values.
 template <class Isa, class E>
 void add_values(const Query* queries, int all, const E* rows, int64_t at, int64_t count, int64_t dim,
                 const E* ahead = nullptr) {
-  const int tiles = (all + Isa::kQueries - 1) / Isa::kQueries;
+  const int tiles = (all + Isa::kValueQueries - 1) / Isa::kValueQueries;
   for (int tile = 0; tile < tiles; tile++) {
     const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
-    add_some<Isa, Isa::kQueries>(queries + first, some, rows, at, count, dim, tiles == 1 ? ahead : nullptr);
+    add_some<Isa, Isa::kValueQueries>(queries + first, some, rows, at, count, dim, tiles == 1 ? ahead : nullptr);
   }
 }
 

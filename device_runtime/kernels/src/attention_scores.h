@@ -59,70 +59,84 @@ void score_rows(const Attention& a, const Query* queries, int count, const E* ro
   }
 }
 
-// Transposes [16 keys][padded_dim] to [padded_dim][16 keys], by four perfect shuffles of each 16 x 16 block. Used from
+// Transposes [16 keys][padded_dim] to [padded_dim][16 keys], and prefetches the next 16 keys from `ahead` on. Used from
 // `kTurnFrom` queries on; 0: never.
 template <class Isa, class E>
-void turn(const E* rows, int64_t count, int64_t dim, float* turned) {
+void turn(const E* rows, int64_t count, int64_t dim, float* turned, const E* ahead) {
   for (int64_t d = 0; d < dim; d += kStrip) {
-    F<Isa> now[kStrip], next[kStrip];
-    for (int i = 0; i < kStrip; i++) now[i] = numbers<Isa>(rows + least(i, count - 1) * dim + d);
-    for (int step = 0; step < 4; step++) {
-      for (int i = 0; i < kStrip / 2; i++) Isa::zip(now[i], now[i + kStrip / 2], next[2 * i], next[2 * i + 1]);
-      for (int i = 0; i < kStrip; i++) now[i] = next[i];
-    }
-    for (int i = 0; i < kStrip; i++) Isa::store(turned + (d + i) * kStrip, now[i]);
+    F<Isa> block[kStrip];
+    for (int64_t i = 0; i < kStrip; i++) block[i] = numbers<Isa>(rows + least(i, count - 1) * dim + d);
+    for (int64_t i = kStrip * d / dim; ahead && i < kStrip * (d + kStrip) / dim; i++) fetch(ahead + i * dim, dim);
+    Isa::store_transposed(block, turned + d * kStrip);
   }
 }
 
-// The sums of `score` for S strips of turned keys. `kStep`: sums[q][s] is that of lanes `lane`,
-// `lane` + kStep, ... in the order of `Isa::sum`.
-template <class Isa, int Q, int S, int kParts, int kStep>
-EDGELLM_INLINE void sum_lanes(const Query* queries, const float* turned, int64_t dim, int lane, F<Isa> (&sums)[Q][S]) {
+// The sums of `score` for R registers of turned keys. `kStep`: sums[q][i] is that of lanes `lane`,
+// `lane` + kStep, ... in the order of `Isa::sum`. Registers are of the processor's own vectors: compilers keep arrays of
+// others in memory.
+template <class Isa, int Q, int R, int kParts, int kStep>
+EDGELLM_INLINE void sum_lanes(const Query* queries, const float* turned, int64_t dim, int lane,
+                              typename Isa::Floats (&sums)[Q][R]) {
+  using Floats = typename Isa::Floats;
   if constexpr (kStep < kStrip) {
-    F<Isa> others[Q][S];
-    sum_lanes<Isa, Q, S, kParts, 2 * kStep>(queries, turned, dim, lane, sums);
-    sum_lanes<Isa, Q, S, kParts, 2 * kStep>(queries, turned, dim, lane + kStep, others);
+    Floats others[Q][R];
+    sum_lanes<Isa, Q, R, kParts, 2 * kStep>(queries, turned, dim, lane, sums);
+    sum_lanes<Isa, Q, R, kParts, 2 * kStep>(queries, turned, dim, lane + kStep, others);
+#pragma GCC unroll 16
     for (int q = 0; q < Q; q++)
-      for (int s = 0; s < S; s++) sums[q][s] = Isa::add(sums[q][s], others[q][s]);
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) sums[q][i] += others[q][i];
   } else {
     for (auto& some : sums)
-      for (F<Isa>& one : some) one = Isa::set(0);
+      for (Floats& one : some) one = Floats{};
     const int64_t end = kParts ? kParts * kStrip : dim;
 #pragma GCC unroll 8
     for (int64_t d = lane; d < end; d += kStrip) {
-      F<Isa> keys[S];
-      for (int s = 0; s < S; s++) keys[s] = Isa::load(turned + (s * end + d) * kStrip);
-      for (int q = 0; q < Q; q++)
-        for (int s = 0; s < S; s++) sums[q][s] = Isa::fma(keys[s], Isa::set(queries[q].q[d]), sums[q][s]);
+      Floats keys[R];
+#pragma GCC unroll 16
+      for (int i = 0; i < R; i++) {
+        const int64_t key = i * Isa::kLanes;
+        keys[i] = Isa::template read<Floats>(turned + key / kStrip * kStrip * end + d * kStrip + key % kStrip);
+      }
+#pragma GCC unroll 16
+      for (int q = 0; q < Q; q++) {
+        const Floats value = queries[q].q[d] - Floats{};
+#pragma GCC unroll 16
+        for (int i = 0; i < R; i++) sums[q][i] = Isa::fma(keys[i], value, sums[q][i]);
+      }
     }
   }
 }
 
-template <class Isa, int Q, int S, int kParts>
-void score_turned(const Attention& a, const Query* queries, const float* turned, int64_t at) {
-  F<Isa> sums[4][Q][S];
+template <class Isa, int Q, int R, int kParts>
+void score_turned(const Query* queries, const float* turned, int64_t dim, int64_t at) {
+  typename Isa::Floats sums[4][Q][R];
 #pragma GCC unroll 1  // all lanes unrolled would be more than caches of instructions hold
   for (int lane = 0; lane < 4; lane++)
-    sum_lanes<Isa, Q, S, kParts, 4>(queries, turned, a.padded_dim(), lane, sums[lane]);
+    sum_lanes<Isa, Q, R, kParts, 4>(queries, turned, dim, lane, sums[lane]);
+#pragma GCC unroll 16
   for (int q = 0; q < Q; q++)
-    for (int s = 0; s < S; s++) {
-      const F<Isa> even = Isa::add(sums[0][q][s], sums[2][q][s]), odd = Isa::add(sums[1][q][s], sums[3][q][s]);
-      Isa::store(queries[q].scores + at + s * kStrip, capped<Isa>(a, Isa::add(even, odd)));
+#pragma GCC unroll 16
+    for (int i = 0; i < R; i++) {
+      const auto even = sums[0][q][i] + sums[2][q][i], odd = sums[1][q][i] + sums[3][q][i];
+      Isa::write(queries[q].scores + at + i * Isa::kLanes, even + odd);
     }
 }
 
-template <class Isa, int Q, int S>
-void score_some(const Attention& a, const Query* queries, int count, const float* turned, int64_t at) {
-  if (count == Q) switch (a.padded_dim()) {
+// Scores from `at` on of R registers of keys. `turned`: of the whole chunk.
+template <class Isa, int Q, int R>
+void score_some(const Query* queries, int count, const float* turned, int64_t dim, int64_t at) {
+  const float* keys = turned + at / kStrip * kStrip * dim + at % kStrip;
+  if (count == Q) switch (dim) {
       case 64:
-        return score_turned<Isa, Q, S, 4>(a, queries, turned, at);
+        return score_turned<Isa, Q, R, 4>(queries, keys, dim, at);
       case 128:
-        return score_turned<Isa, Q, S, 8>(a, queries, turned, at);
+        return score_turned<Isa, Q, R, 8>(queries, keys, dim, at);
       default:
-        return score_turned<Isa, Q, S, 0>(a, queries, turned, at);
+        return score_turned<Isa, Q, R, 0>(queries, keys, dim, at);
     }
   else if constexpr (Q > 1)
-    score_some<Isa, Q - 1, S>(a, queries, count, turned, at);
+    score_some<Isa, Q - 1, R>(queries, count, turned, dim, at);
 }
 
 // Keys and values of slots that lie straight, of one chunk, for all rows that are computed together.
@@ -143,7 +157,7 @@ struct Chunk {
     turned = Isa::kTurnFrom > 0 && queries >= Isa::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
     if constexpr (Isa::kTurnFrom > 0)
       for (int64_t key = first; turned && key < count; key += kStrip)
-        turn<Isa>(keys.row(key), count - key, dim, turned + key * dim);
+        turn<Isa>(keys.row(key), count - key, dim, turned + key * dim, keys.row(key + kStrip));
   }
 
   // Of keys [from, to), and of those beside them in their strips.
@@ -153,18 +167,27 @@ struct Chunk {
     if (from >= to) return;
     for (; !turned && at < to - base; at += kStrip)
       score_rows<Isa, E>(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
-    if (!turned) return;
-    if constexpr (Isa::kTurnFrom > 0) {
-      const int tiles = (all + Isa::kQueries - 1) / Isa::kQueries;
-      for (; at < to - base; at += 2 * kStrip)
-        for (int tile = 0; tile < tiles; tile++) {
-          const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
-          if (at + kStrip < count)
-            score_some<Isa, Isa::kQueries, 2>(a, queries + first, some, turned + at * dim, at);
-          else
-            score_some<Isa, Isa::kQueries, 1>(a, queries + first, some, turned + at * dim, at);
-        }
-    }
+    if constexpr (Isa::kTurnFrom > 0)
+      if (turned) score_all_turned(a, queries, all, at, (to - base + kStrip - 1) / kStrip * kStrip);
+  }
+
+ private:
+  // Of keys [at, end) of the chunk, whole strips. `kScoreQueries` queries share a read of `kScoreRegisters` registers.
+  void score_all_turned(const Attention& a, const Query* queries, int all, int64_t at, int64_t end) const {
+    constexpr int R = Isa::kScoreRegisters, kOfStrip = R < Isa::kParts ? R : Isa::kParts, kKeys = R * Isa::kLanes;
+    const int tiles = (all + Isa::kScoreQueries - 1) / Isa::kScoreQueries;
+    const int64_t begin = at, dim = a.padded_dim();
+    for (; at < end; at += kKeys)
+      for (int tile = 0; tile < tiles; tile++) {
+        const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
+        if (at + kKeys <= end)
+          score_some<Isa, Isa::kScoreQueries, R>(queries + first, some, turned, dim, at);
+        else
+          score_some<Isa, Isa::kScoreQueries, kOfStrip>(queries + first, some, turned, dim, at);
+      }
+    for (int i = 0; a.rules.softcap > 0 && i < all; i++)
+      for (float* s = queries[i].scores + begin; s < queries[i].scores + end; s += kStrip)
+        Isa::store(s, capped<Isa>(a, Isa::load(s)));
   }
 };
 

@@ -177,6 +177,7 @@ struct Vector : Native {
   static EDGELLM_INLINE F abs(F a) {
     return map([](Floats x) { return Floats(Ints(x) & 0x7fffffff); }, a);
   }
+  using Native::fma;
   static EDGELLM_INLINE F fma(F a, F b, F c) {
     return map([](Floats x, Floats y, Floats z) { return Native::fma(x, y, z); }, a, b, c);
   }
@@ -276,14 +277,29 @@ struct Vector : Native {
     for (int i = 0; i < kStrip; i++) one[i] = all_parts(x[i], plus);
     return each([&](int i) { return halve(one + i * kLanes); });
   }
-  template <size_t... j>
-  static EDGELLM_INLINE void zip(F a, F b, F& low, F& high, std::index_sequence<j...>) {
-    low = Native::template shuffle<int(j / 2 + j % 2 * kLanes)...>(a, b);
-    high = Native::template shuffle<int(kLanes / 2 + j / 2 + j % 2 * kLanes)...>(a, b);
+  // Stores lane i of vector j as lane j of vector i. Each step exchanges a bit of the lane's number with that of the
+  // register's.
+  template <int kHalf = kLanes / 2>
+  static EDGELLM_INLINE void transpose(Floats* x) {
+    constexpr std::make_index_sequence<kLanes> lanes{};
+    if constexpr (kHalf > 0) {
+      for (int i = 0; i < kLanes; i++) {
+        if (i & kHalf) continue;
+        const Floats a = x[i], b = x[i + kHalf];
+        x[i] = Native::template halves<kHalf, 0>(a, b, lanes);
+        x[i + kHalf] = Native::template halves<kHalf, kHalf>(a, b, lanes);
+      }
+      transpose<kHalf / 2>(x);
+    }
   }
-  static EDGELLM_INLINE void zip(F a, F b, F& low, F& high) {  // a0 b0 a1 b1 ...
-    static_assert(kParts == 1);
-    zip(a, b, low, high, std::make_index_sequence<kLanes>{});
+  static EDGELLM_INLINE void store_transposed(F* x, float* out) {
+    for (int from = 0; from < kParts; from++)
+      for (int to = 0; to < kParts; to++) {
+        Floats block[kLanes];
+        for (int i = 0; i < kLanes; i++) block[i] = part(x[to * kLanes + i], from);
+        transpose(block);
+        for (int i = 0; i < kLanes; i++) Native::write(out + (from * kLanes + i) * kStrip + to * kLanes, block[i]);
+      }
   }
 
   // ------------------------------------------------------------------------- products of bytes

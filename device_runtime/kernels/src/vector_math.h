@@ -14,8 +14,8 @@ using F = typename Isa::F;  // sixteen floats
 template <class Isa>
 using I = typename Isa::I;  // sixteen integers
 
-inline int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
-inline int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
+constexpr int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
+constexpr int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
 
 // The part of the next data that one of several loops prefetches while it computes.
 struct PrefetchRange {
