@@ -4,6 +4,7 @@
     python benchmarks/decode.py smollm2 --rounds 5
     python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights
     python benchmarks/decode.py qwen3.5     # the shape of its 0.8B model; gemma4: E2B's
+    python benchmarks/decode.py long --contexts 4096 16384     # a Q4_K_M file, longer contexts
 
 All engines have the same weights, the same number of threads, a 512-token context and batch 1.
 Every engine runs in its own process; they alternate for several rounds. The share of the memory
@@ -26,7 +27,7 @@ import numpy as np
 import onnx
 from harness import command
 from harness.models import checkpoints, engines, random_gguf, random_weights
-from harness.processes.pass_process import CONTEXT, Process
+from harness.processes.pass_process import CONTEXT, ROOM, Process
 from harness.results import Report
 from harness.timing import alternating, speedup
 
@@ -35,6 +36,7 @@ from edgellm.scripts import smollm2
 READ_BYTES = 1 << 28
 KERNELS = ("edgellm", "onnxruntime")
 DECODED = 48  # tokens of a round
+LONG_DECODED = 24
 COLUMNS = ("engine", "decode tokens/s", "prefill tokens/s", "share of the memory bandwidth")
 
 # The text model of Qwen3.5-0.8B, by its published sizes.
@@ -122,6 +124,62 @@ def show_qwen3_5(given: argparse.Namespace, report: Report) -> None:
     _compare("qwen3.5-0.8b", models, [("edgellm", peer) for peer in models][1:], given, report)
 
 
+def show_long(given: argparse.Namespace, report: Report) -> None:
+    """Measure a Q4_K_M file of a shape after prompts of several lengths."""
+    checkpoint = engines.random_checkpoint(given.work, "small" if given.quick else given.shape)
+    if given.quick or not command.has_package("llama_cpp", given.llama_python):
+        path, kinds = checkpoint, ("edgellm",)
+    else:
+        source = _random_gguf(checkpoint)
+        folder = checkpoint.with_name(f"{checkpoint.name}-gguf")
+        path = checkpoints.gguf(source, folder, "Q4_K_M", given.llama_python, mixed=True)
+        kinds = ("edgellm", "llama.cpp", "llama.cpp, flash attention")
+    rows = []
+    for context in given.contexts[:1] if given.quick else given.contexts:
+        plan = engines.plan_of(given.threads, kv_capacity=context + ROOM)
+        engine = engines.plain_engine(path, f"edgellm-{given.threads}-{context}", plan, "fp16")
+        running = {
+            kind: Process(
+                sys.executable if kind == "edgellm" else given.llama_python,
+                kind,
+                engine if kind == "edgellm" else path,
+                given.threads,
+                context=context,
+            )
+            for kind in kinds
+        }
+        times: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+        for number in range(given.rounds):
+            turn = number % len(kinds)
+            for kind in kinds[turn:] + kinds[:turn]:
+                times[kind].append(running[kind].measure("both", LONG_DECODED))
+        for process in running.values():
+            process.close()
+        rows += _long_rows(context, times)
+    columns = ("context", "engine", "prefill tokens/s", "decode tokens/s", "prefill", "decode")
+    report.add(f"decode-long-{given.shape}", columns, rows)
+
+
+def _long_rows(context: int, times: dict[str, list[list[float]]]) -> list[list[str]]:
+    """Return rows of one context: speeds, and edgellm's lead over a peer in each round."""
+    prefill = {kind: [each[0] for each in found] for kind, found in times.items()}
+    decode = {
+        kind: [statistics.median(each[1:]) for each in found] for kind, found in times.items()
+    }
+    rows = []
+    for kind in times:
+        speeds = (
+            f"{context / statistics.median(prefill[kind]) * 1e3:.0f}",
+            f"{1e3 / statistics.median(decode[kind]):.1f}",
+        )
+        leads = [
+            "" if kind == "edgellm" else f"{speedup(found['edgellm'], found[kind]):.2f} x"
+            for found in (prefill, decode)
+        ]
+        rows.append([f"{context}", kind, *speeds, *leads])
+    return rows
+
+
 def show_gemma4(given: argparse.Namespace, report: Report) -> None:
     """Measure GGUF files of Gemma 4 E2B's shape: matrices in 4.5 and in 3.4 bits a weight."""
     shape = "gemma-4-small" if given.quick else "gemma-4-e2b"
@@ -147,6 +205,7 @@ MODES = {
     "shape": show_shape,
     "qwen3.5": show_qwen3_5,
     "gemma4": show_gemma4,
+    "long": show_long,
 }
 
 
@@ -158,12 +217,7 @@ def _peers(given: argparse.Namespace, checkpoint: Path, source: Path | None) -> 
     """Make missing models of installed libraries; `source`: a GGUF file of the weights."""
     models: Models = {}
     if command.has_package("llama_cpp", given.llama_python):
-        if source is None:
-            source = checkpoint.with_suffix(".gguf")
-            if not source.exists():
-                partial = source.with_suffix(".partial")
-                random_gguf.write(checkpoint, smollm2.fetch(), partial)
-                partial.replace(source)
+        source = source or _random_gguf(checkpoint)
         folder = checkpoint.with_name(f"{checkpoint.name}-gguf")
         for kind in ("Q4_0", "Q8_0"):
             path = checkpoints.gguf(source, folder, kind, given.llama_python)
@@ -173,6 +227,16 @@ def _peers(given: argparse.Namespace, checkpoint: Path, source: Path | None) -> 
         path = checkpoints.genai(checkpoint, folder, sys.executable)
         models["onnxruntime-genai int4, block 32"] = sys.executable, "genai", path
     return models
+
+
+def _random_gguf(checkpoint: Path) -> Path:
+    """Return a GGUF file of a checkpoint's weights, which is written once."""
+    path = checkpoint.with_suffix(".gguf")
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        random_gguf.write(checkpoint, smollm2.fetch(), partial)
+        partial.replace(path)
+    return path
 
 
 def bytes_per_s(threads: int) -> float:
@@ -246,6 +310,7 @@ def _compare(
 def main() -> None:
     parser = command.parser(__doc__, MODES, rounds=7)
     parser.add_argument("--shape", choices=random_weights.SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument(
         "--llama_python", default=sys.executable, help="a python with llama-cpp-python"
     )

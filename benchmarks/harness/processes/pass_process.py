@@ -1,8 +1,8 @@
 """Engines under test with one small interface, each in its own process.
 
-`python pass_process.py KIND PATH THREADS` reads commands from stdin ("prefill 512",
-"decode 64") and writes one JSON list of milliseconds each. The caller alternates between the
-processes, so that a slow minute of a shared machine affects all of them.
+`python pass_process.py KIND PATH THREADS [CONTEXT]` reads commands from stdin ("prefill 512",
+"decode 64", "both 64") and writes one JSON list of milliseconds each. The caller alternates between
+the processes, so that a slow minute of a shared machine affects all of them.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 CONTEXT = 512  # tokens in the KV cache during decoding
-CAPACITY = 2048
+ROOM = 1536  # slots of the KV cache behind the context
+BATCH = 512  # tokens of a prefill pass of llama.cpp
 
 
 class Engine(Protocol):
@@ -31,10 +33,11 @@ class Engine(Protocol):
 class EdgeLLM:
     """edgellm's session, including argmax and its copy to the host."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str, threads: int, context: int) -> None:
         from edgellm.core.manifest import LLM_ENGINE, load_engine
         from edgellm.device_runtime.networks.decoder import open_decoder
 
+        del context  # the engine was built for it
         manifest = load_engine(Path(path), LLM_ENGINE)
         assert manifest.options["threads"] == threads
         self.session = open_decoder(Path(path), manifest)
@@ -56,13 +59,15 @@ class EdgeLLM:
 class LlamaCpp:
     """llama.cpp's C interface: one decode call and the argmax of its logits."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(
+        self, path: str, threads: int, context: int, *, flash_attention: bool = False
+    ) -> None:
         import llama_cpp
 
         self.api = llama_cpp
         self.model = llama_cpp.Llama(
-            path, n_ctx=CAPACITY, n_batch=CONTEXT, n_ubatch=CONTEXT, n_threads=threads,
-            n_threads_batch=threads, verbose=False,
+            path, n_ctx=context + ROOM, n_batch=BATCH, n_ubatch=BATCH, n_threads=threads,
+            n_threads_batch=threads, flash_attn=flash_attention, verbose=False,
         )  # fmt: skip
         self.context = self.model._ctx.ctx
         self.vocab = self.model.n_vocab()
@@ -85,7 +90,8 @@ class LlamaCpp:
     def prefill(self, token_ids: list[int]) -> None:
         self.model._ctx.kv_cache_clear()
         self.length = 0
-        self._run(token_ids)
+        for begin in range(0, len(token_ids), BATCH):
+            self._run(token_ids[begin : begin + BATCH])
 
     def decode(self, token_id: int) -> None:
         self._run([token_id])
@@ -94,7 +100,7 @@ class LlamaCpp:
 class GenAI:
     """onnxruntime-genai's generator, greedy."""
 
-    def __init__(self, path: str, threads: int) -> None:
+    def __init__(self, path: str, threads: int, context: int) -> None:
         import onnxruntime_genai as og
 
         config = og.Config(path)
@@ -104,11 +110,12 @@ class GenAI:
             )
         )
         self.og, self.model = og, og.Model(config)
+        self.capacity = context + ROOM
         self.generator = None
 
     def prefill(self, token_ids: list[int]) -> None:
         params = self.og.GeneratorParams(self.model)
-        params.set_search_options(max_length=CAPACITY, do_sample=False)
+        params.set_search_options(max_length=self.capacity, do_sample=False)
         self.generator = self.og.Generator(self.model, params)
         self.generator.append_tokens(np.array(token_ids, np.int32))
         self.generator.get_logits()
@@ -118,9 +125,10 @@ class GenAI:
         self.generator.generate_next_token()
 
 
-KINDS: dict[str, Callable[[str, int], Engine]] = {
+KINDS: dict[str, Callable[[str, int, int], Engine]] = {
     "edgellm": EdgeLLM,
     "llama.cpp": LlamaCpp,
+    "llama.cpp, flash attention": partial(LlamaCpp, flash_attention=True),
     "genai": GenAI,
 }
 
@@ -128,6 +136,7 @@ KINDS: dict[str, Callable[[str, int], Engine]] = {
 MODULES = {
     "edgellm": ("onnxruntime", "edgellm.device_runtime.networks.decoder"),
     "llama.cpp": ("llama_cpp",),
+    "llama.cpp, flash attention": ("llama_cpp",),
     "genai": ("onnxruntime_genai",),
 }
 
@@ -136,9 +145,18 @@ class Process:
     """An engine in its own process."""
 
     def __init__(
-        self, python: str, kind: str, path: Path, threads: int, script: str = __file__
+        self,
+        python: str,
+        kind: str,
+        path: Path,
+        threads: int,
+        script: str = __file__,
+        *,
+        context: int | None = None,
     ) -> None:
         command = [python, script, kind, str(path), str(threads)]
+        if context is not None:
+            command.append(str(context))
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -183,15 +201,16 @@ def _status_bytes(field: str) -> int:
 
 
 def main() -> None:
-    kind, path, threads = sys.argv[1:]
+    kind, path, threads, *given = sys.argv[1:]
+    context = int(given[0]) if given else CONTEXT
     start = time.perf_counter()
     for name in MODULES[kind]:
         importlib.import_module(name)
     imported = time.perf_counter()
-    engine = KINDS[kind](path, int(threads))
+    engine = KINDS[kind](path, int(threads), context)
     ready = time.perf_counter()
-    prompt = list(range(1000, 1000 + CONTEXT))
-    engine.prefill(prompt)
+    prompt = [1000 + i % (1 << 14) for i in range(context)]
+    engine.prefill(prompt[:CONTEXT])
     print(json.dumps([imported - start, ready - imported, _status_bytes("RssAnon")]), flush=True)
     for line in sys.stdin:
         what, count = line.split()
@@ -200,9 +219,11 @@ def main() -> None:
         elif what == "prefill":
             samples = [_timed(lambda: engine.prefill(prompt[: int(count)]))]  # noqa: B023
         else:
-            engine.prefill(prompt)
+            first = _timed(lambda: engine.prefill(prompt))
             engine.decode(2000)
             samples = [_timed(lambda t=t: engine.decode(2000 + t)) for t in range(int(count))]
+            if what == "both":
+                samples.insert(0, first)
         print(json.dumps(samples), flush=True)
 
 
