@@ -7,7 +7,7 @@ namespace edgellm {
 namespace {
 
 struct Pairs : Avx2 {
-  static constexpr bool kWholeGroups = true;
+  static constexpr bool kWholeGroups = true, kJoinsTerms = true;
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
   static constexpr int kFetchFrom = 1;
 };
@@ -29,6 +29,39 @@ struct Isa : Vector<Pairs> {
       for (int r = 0; r < R; r++)
         for (int c = 0; c < 2; c++) acc[r][s].part[c] = Ints(sums[r][c]);
     }
+  }
+  // Codes of 8 bits, whose middle is not taken off, with rows of 16 bits: |sums| < 128 * 255 * 2^14 = 2^29.
+  template <int R, int S>
+  static EDGELLM_INLINE void dot_words(I (&acc)[R][S], const uint8_t* w, const int16_t* x, int64_t stride,
+                                       int64_t block) {
+#pragma GCC unroll 4
+    for (int c = 0; c < 2 * S; c++) {
+      __m256i sums[R][2];  // of two channels' halves of four inputs each
+      for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
+      for (int64_t k = 0; k < block; k += 16)
+#pragma GCC unroll 4
+        for (int64_t at = k; at < k + 16; at += 4) {
+          const __m128i* codes = reinterpret_cast<const __m128i*>(w + at * 32 + c * 32);
+          const __m256i low = _mm256_cvtepu8_epi16(_mm_loadu_si128(codes));
+          const __m256i high = _mm256_cvtepu8_epi16(_mm_loadu_si128(codes + 1));
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) {
+            int64_t four;
+            __builtin_memcpy(&four, x + r * stride + at, 8);
+            const __m256i inputs = _mm256_set1_epi64x(four);
+            sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(low, inputs));
+            sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(high, inputs));
+          }
+        }
+      for (int r = 0; r < R; r++) {
+        const __m256i pairs = _mm256_permute4x64_epi64(_mm256_hadd_epi32(sums[r][0], sums[r][1]), 0xd8);
+        acc[r][c / 2].part[c % 2] += Ints(pairs);
+      }
+    }
+  }
+  static EDGELLM_INLINE void store_words(void* p, I x) {
+    const __m256i words = _mm256_packs_epi32(__m256i(x.part[0]), __m256i(x.part[1]));
+    _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));
   }
   // Products are added in 16 bits as long as their sums fit, or until their block ends.
   template <Form kForm, int H, int R, int S>

@@ -22,6 +22,12 @@ struct Kind {
   static int64_t inputs(const Weight& w) { return kScaled ? kAtOnce : w.block; }
 };
 
+// Sums that a product keeps for a row and a channel.
+template <class Isa, class Kind>
+constexpr int sums_of_row() {
+  return Isa::kJoinsTerms ? 1 : Kind::kTerms;
+}
+
 // function(kind) of a weight.
 template <class Function>
 void with_kind(const Weight& w, Function function) {

@@ -18,11 +18,12 @@ template <class Isa, int R, int S, class Kind>
 void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t row, PrefetchRange share,
                     F<Isa> (&out)[R][S]) {
   constexpr Form kForm = Kind::kForm;
-  constexpr int T = Kind::kTerms, H = Kind::kBlocks, kParts = Kind::kParts;
+  constexpr int T = sums_of_row<Isa, Kind>(), H = Kind::kBlocks, kParts = Kind::kParts;
+  constexpr bool kJoined = T < Kind::kTerms;
   const Weight& w = *p.weight;
   const int64_t blocks = p.rows.blocks, inputs = Kind::inputs(w), bytes = w.record_bytes(), ahead = w.group_bytes();
   const int64_t codes = w.code_bytes(), step = codes / kParts, halves_at = w.halves_at();
-  const int8_t* x = p.rows.codes + row * T * p.rows.stride;
+  const int8_t* x = p.rows.codes + row * Kind::kTerms * p.rows.stride;
   const float* scales = p.rows.scales + row * blocks;
   const float* offsets = p.rows.offsets + row * blocks;
   const int32_t* starts = p.rows.starts + row * blocks;
@@ -30,7 +31,7 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
   for (auto& totals : total)
     for (F<Isa>& one : totals) one = Isa::set(0);
   for (int64_t b = 0; b < blocks; record += bytes)
-    for (int i = 0; i < kParts; i++, b += H, x += inputs) {
+    for (int i = 0; i < kParts; i++, b += H, x += kJoined ? 2 * inputs : inputs) {
       for (int64_t at = share.first; at < share.last; at += 64)
         __builtin_prefetch(record + ahead + i * bytes / kParts + at, 0, 2);
       I<Isa> acc[H][R * T][S];
@@ -41,6 +42,8 @@ void quantized_tile(const Product& p, const uint8_t* record, int strip, int64_t 
       const uint8_t* first = record + i * step + strip * 64;
       if constexpr (has_odd_bits(kForm))
         Isa::template dot_units<kForm>(acc, first, x, p.rows.stride, inputs / H);
+      else if constexpr (kJoined)
+        Isa::dot_words(acc[0], first, reinterpret_cast<const int16_t*>(x), p.rows.stride, inputs);
       else
         Isa::template dot<kForm>(acc[0], first, x, p.rows.stride, inputs);
       for (int h = 0; h < H; h++)
@@ -132,7 +135,7 @@ constexpr int64_t kPanelBytes = 512 << 10;
 
 template <class Isa, class Kind>
 void run_groups(const Product& p, int64_t first, int64_t last) {
-  constexpr int kRows = Isa::kRows / Kind::kTerms;
+  constexpr int kRows = Isa::kRows / sums_of_row<Isa, Kind>();
   const int64_t row_bytes = p.rows.stride * (takes_codes(Kind::kForm) ? Kind::kTerms : 4);
   const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;
   const int64_t panel = fitting > kRows ? fitting : kRows;

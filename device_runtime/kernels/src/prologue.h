@@ -7,7 +7,8 @@
 namespace edgellm {
 namespace {
 
-// Quantizes a block to int8, with two terms (T) also the rest, `stride` codes later. Returns the sum of all codes.
+// Quantizes a block to int8, with two terms (T) also the rest, `stride` codes later, or both as one code of 16 bits.
+// Returns the sum of all codes.
 template <class Isa, int T>
 int32_t quantize_block(const float* x, int64_t count, int64_t block, float multiplier, int8_t* codes, int64_t stride,
                        float* scale) {
@@ -21,11 +22,18 @@ int32_t quantize_block(const float* x, int64_t count, int64_t block, float multi
     const F<Isa> steps = k < count ? Isa::mul(load_up_to<Isa>(x + k, count - k), inverse) : Isa::set(0);
     const I<Isa> code = Isa::to_int(steps);
     total = Isa::add_int(total, code);
-    Isa::store_codes(codes + k, code);
-    if (T == 1) continue;
+    if (T == 1) {
+      Isa::store_codes(codes + k, code);
+      continue;
+    }
     const I<Isa> rest = Isa::to_int(Isa::mul(Isa::sub(steps, Isa::to_float(code)), Isa::set(128)));
     fine = Isa::add_int(fine, rest);
-    Isa::store_codes(codes + stride + k, rest);
+    if constexpr (Isa::kJoinsTerms) {
+      Isa::store_words(codes + 2 * k, Isa::add_int(Isa::times128(code), rest));
+    } else {
+      Isa::store_codes(codes + k, code);
+      Isa::store_codes(codes + stride + k, rest);
+    }
   }
   *scale = is_zero ? 0.f : top / (T == 1 ? 127.f : 127.f * 128.f) * multiplier;
   return Isa::sum(T == 1 ? total : Isa::add_int(Isa::times128(total), fine));
@@ -35,7 +43,8 @@ template <class Isa>
 void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
   const Weight& w = *p.weight;
   const int64_t K = w.in_features;
-  const int middle = w.form == Form::kInt8 ? Isa::kMiddle8 : w.middle();
+  const bool joins_terms = Isa::kJoinsTerms && w.input_terms == 2;
+  const int middle = w.form == Form::kInt8 && !joins_terms ? Isa::kMiddle8 : w.middle();
   for (int64_t row = first_row; row < last_row; row++) {
     const float* x = p.x + row * K;
     float* out = p.rows.floats + row * p.rows.stride;
@@ -57,7 +66,7 @@ void prepare(const Prologue& p, int64_t first_row, int64_t last_row) {
       const int64_t k = b * w.block, at = row * p.rows.blocks + b;
       const int64_t count = K - k < w.block ? K - k : w.block;
       float& scale = p.rows.scales[at];
-      int8_t* codes = p.rows.codes + row * w.input_terms * p.rows.stride + k;
+      int8_t* codes = p.rows.codes + row * w.input_terms * p.rows.stride + (joins_terms ? 2 * k : k);
       const auto quantize = w.input_terms == 1 ? quantize_block<Isa, 1> : quantize_block<Isa, 2>;
       const int32_t sum = quantize(x + k, count, w.block, w.multiplier, codes, p.rows.stride, &scale);
       p.rows.starts[at] = -middle * sum;

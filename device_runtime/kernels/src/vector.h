@@ -31,6 +31,7 @@ struct Registers {
   typedef uint16_t Halves __attribute__((vector_size(kBytes_ / 2)));
 
   static constexpr bool kWholeGroups = false;  // products of codes sum all channels of a record at once
+  static constexpr bool kJoinsTerms = false;  // the two codes of an input are one of 16 bits; see `dot_words`
   static constexpr int kFetchFrom = 2;  // rows of a product; see `PrefetchRange`
 
   template <class V>
