@@ -35,7 +35,8 @@ void weigh(Query& query, int64_t base) {
 // -------------------------------------------------------------------------------------- values
 constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
 
-// Adds V strips of keys' values, weighted for Q queries. Registers are of the processor's own vectors: compilers keep arrays of others in memory.
+// Adds V strips of keys' values, weighted for Q queries. Registers are of the processor's own vectors: compilers keep
+// arrays of others in memory.
 template <class Isa, int Q, int V, class E>
 void add_tile(const Query* queries, const E* rows, int64_t dim, int64_t at, int64_t count, int64_t d, const E* ahead) {
   using Floats = typename Isa::Floats;

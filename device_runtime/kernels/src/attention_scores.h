@@ -71,9 +71,8 @@ void turn(const E* rows, int64_t count, int64_t dim, float* turned, const E* ahe
   }
 }
 
-// The sums of `score` for R registers of turned keys. `kStep`: sums[q][i] is that of lanes `lane`,
-// `lane` + kStep, ... in the order of `Isa::sum`. Registers are of the processor's own vectors: compilers keep arrays of
-// others in memory.
+// The sums of `score` for R registers of turned keys, of the processor's own vectors: compilers keep arrays of others in
+// memory. `kStep`: sums[q][i] is that of lanes `lane`, `lane` + kStep, ... in the order of `Isa::sum`.
 template <class Isa, int Q, int R, int kParts, int kStep>
 EDGELLM_INLINE void sum_lanes(const Query* queries, const float* turned, int64_t dim, int lane,
                               typename Isa::Floats (&sums)[Q][R]) {
