@@ -160,7 +160,7 @@ OF_ONNXRUNTIME = {
 }
 
 
-@pytest.mark.each_change("float", "GGUF of 6 bits", "hybrid", "draft", "float, int8, ONNX Runtime")
+@pytest.mark.each_change("float", "GGUF of 6 bits", "draft")
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
