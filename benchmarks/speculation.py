@@ -4,11 +4,14 @@
     python benchmarks/speculation.py speedup --prompts 20     # the first 20 of every set
     python benchmarks/speculation.py speedup --eagle1 DIR --medusa DIR --dflash DIR --dspark DIR
     python benchmarks/speculation.py stages --prompts 5 --threads 1     # milliseconds of a round
+    python benchmarks/speculation.py recall --prompts 3 --ranks 64 128  # of low-rank heads
+    python benchmarks/speculation.py low_rank --prompts 5 --ranks 64 128
 
 All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
 the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE-3's draft is that of
 examples/; edgellm-train-draft trains the others. `stages` measures processor time if there is one
-thread.
+thread. `recall` counts how often low-rank heads retrieve the best tokens of that draft's head, and
+`low_rank` compares their speed with the whole head's.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
+import numpy as np
 from harness import command, prompts
 from harness.models.engines import EAGLE3, PRECISIONS, drafted_engine
 from harness.results import Report
@@ -27,9 +33,13 @@ from harness.results import Report
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.engine import profile
 from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
+from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
 from edgellm.device_runtime.sampling.params import SamplingParams
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.static_tree import NAMED
+from edgellm.export.checkpoints.lora_merge import floats
+from edgellm.export.draft_checkpoints.low_rank_head import principal_inputs
+from edgellm.export.pipeline.open_checkpoint import open_draft
 
 DRAFTS = ("eagle3", "eagle1", "medusa", "dflash", "dspark")
 DRAFT_MODEL = "int4"  # the same base, quantized; there is no smaller SmolLM2
@@ -229,7 +239,91 @@ def _stages(where: list[str], total: Profile) -> list[list[str]]:
     return rows
 
 
-MODES = {"speedup": show_speedup, "stages": show_stages}
+def show_recall(given: argparse.Namespace, report: Report) -> None:
+    """Count the best tokens of the draft's head that low-rank heads retrieve."""
+    folder = drafted_engine(given.work, given.engine, given.threads)
+    hidden: list[np.ndarray] = []
+    run = DraftNetwork.run_batch
+
+    def recorded(network: DraftNetwork, parts: Sequence[DraftPart]) -> list[DraftResult]:
+        results = run(network, parts)
+        hidden.extend(result.hidden.copy() for result in results)
+        return results
+
+    with mock.patch.object(DraftNetwork, "run_batch", recorded), LLM(folder, spec=_FIXED) as llm:
+        for questions in _sets(given):
+            _profile(llm, prompts.load(questions)[: given.prompts], given)
+    draft = open_draft(str(EAGLE3))
+    head, norm = (floats(draft.tensors, f"{name}.weight") for name in ("lm_head", "norm"))
+    states = np.concatenate(hidden)[: given.states]
+    squares = np.square(states).mean(-1, keepdims=True) + draft.config["rms_norm_eps"]
+    states = states / np.sqrt(squares) * norm
+    rows = [
+        [str(rank), str(count), *shares]
+        for rank in given.ranks
+        for count, shares in _recall(states, head, rank, given.candidates).items()
+    ]
+    columns = ("rank", "candidates", "best token", "best 8 tokens", "probability")
+    print(f"{len(states)} draft positions, {len(head)} tokens of {head.shape[1]} numbers")
+    report.add("low-rank-recall", columns, rows)
+
+
+def _recall(
+    states: np.ndarray, head: np.ndarray, rank: int, counts: list[int]
+) -> dict[int, list[str]]:
+    """Return shares of what a head has, by the number of candidates that its SVD retrieves.
+
+    Args:
+        states: normed, [N, D].
+        head: [V, D].
+        rank: of the SVD.
+        counts: numbers of candidates.
+    """
+    vectors = principal_inputs(head, rank)
+    down, up, most = states @ vectors, head @ vectors, max(counts)
+    shares = {count: np.zeros(3) for count in counts}
+    for begin in range(0, len(states), 256):
+        part = slice(begin, begin + 256)
+        logits, approximate = states[part] @ head.T, down[part] @ up.T
+        chances = np.exp(logits - logits.max(-1, keepdims=True))
+        chances /= chances.sum(-1, keepdims=True)
+        retrieved = np.argsort(-approximate, -1)[:, :most]
+        best = np.argsort(-logits, -1)[:, :8]
+        for count in counts:
+            kept = retrieved[:, :count]
+            found = (best[:, :, None] == kept[:, None]).any(-1)
+            covered = np.take_along_axis(chances, kept, -1).sum(-1)
+            shares[count] += found[:, 0].sum(), found.mean(-1).sum(), covered.sum()
+    return {
+        count: [f"{share:.4f}" for share in sums / len(states)] for count, sums in shares.items()
+    }
+
+
+def show_low_rank(given: argparse.Namespace, report: Report) -> None:
+    """Compare the whole head of the draft with low-rank heads: tokens/s, acceptance length."""
+    rows: list[list[str]] = []
+    for name in ["int4"] if given.quick else given.engines:
+        whole = drafted_engine(given.work, name, given.threads)
+        models = {"plain": LLM(whole), "whole head": LLM(whole, spec=SpecOptions())}
+        for rank in given.ranks:
+            folder = drafted_engine(given.work, name, given.threads, head_rank=rank)
+            models[f"rank {rank}"] = LLM(folder, spec=SpecOptions())
+        for questions in _sets(given):
+            loaded = prompts.load(questions)[: given.prompts]
+            tallies, differing = measure(models, loaded, given.tokens, given.temperatures[0])
+            if differing:
+                print(f"{name}, {questions}: {differing} of {len(loaded)} outputs differ")
+            rows += _rows([name, questions], tallies)
+    columns = ("engine", "set", "head", "tokens/s", "speedup", "median of prompts")
+    report.add("low-rank-speed", (*columns, "acceptance length", "verified nodes"), rows)
+
+
+MODES = {
+    "speedup": show_speedup,
+    "stages": show_stages,
+    "recall": show_recall,
+    "low_rank": show_low_rank,
+}
 
 
 def main() -> None:
@@ -244,7 +338,10 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
-    command.run(parser, MODES, quick={"prompts": 1, "tokens": 24})
+    parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--candidates", nargs="+", type=int, default=[32, 128, 512])
+    parser.add_argument("--states", type=int, default=4096, help="draft positions of `recall`")
+    command.run(parser, MODES, quick={"prompts": 1, "tokens": 24, "ranks": [64]})
 
 
 if __name__ == "__main__":

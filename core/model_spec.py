@@ -235,6 +235,12 @@ class DraftSpec:
     mask_token_id: int | None = None  # of masked positions
     base_rotation: str = ""  # of the base's residual stream, which fc reads unchanged
     block: BlockSpec | None = None  # of block drafters
+    num_candidates: int = 0  # of a position, which a low-rank head retrieves; 0: all tokens
+
+    @property
+    def max_candidates(self) -> int:
+        """Maximum candidates of a position."""
+        return self.num_candidates or self.draft_vocab_size
 
     @property
     def num_trailing(self) -> int:

@@ -182,6 +182,26 @@ DraftVocabSize = Annotated[
         rich_help_panel="Speculation",
     ),
 ]
+DraftHeadRank = Annotated[
+    int | None,
+    typer.Option(
+        "--draft_head_rank",
+        min=1,
+        help="Let a head of this rank, the SVD of the draft's, retrieve candidates, which the "
+        "draft's head then scores. Default: the checkpoint's.",
+        rich_help_panel="Speculation",
+    ),
+]
+DraftHeadCandidates = Annotated[
+    int | None,
+    typer.Option(
+        "--draft_head_candidates",
+        min=1,
+        help="Retrieve this many candidates with a low-rank head. Default: the checkpoint's, or "
+        "128 tokens.",
+        rich_help_panel="Speculation",
+    ),
+]
 Eagle3Dir = Annotated[
     str,
     typer.Option(
@@ -346,15 +366,27 @@ def draft(
     dtype: DType = "fp16",
     ignore_config_keys: IgnoredKeys = "",
     draft_vocab_size: DraftVocabSize = None,
+    draft_head_rank: DraftHeadRank = None,
+    draft_head_candidates: DraftHeadCandidates = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Export a draft, heads or a layer (mtp.*) for a base exported with --draft_model_dir."""
-    from edgellm.export.pipeline.draft import DraftOptions, export_draft
+    from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draft
     from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
     start = time.perf_counter()
-    options = DraftOptions(dtype, _split(ignore_config_keys), draft_vocab_size)
-    key = _key("draft", options, draft=draft_model_dir, base=base_model_dir)
+    head = HeadOptions(
+        vocab_size=draft_vocab_size, rank=draft_head_rank, num_candidates=draft_head_candidates
+    )
+    options = DraftOptions(dtype, _split(ignore_config_keys), head)
+    settings = {
+        "dtype": dtype,
+        "ignore_config_keys": options.ignore_config_keys,
+        "draft_vocab_size": draft_vocab_size,
+        "draft_head_rank": draft_head_rank,
+        "draft_head_candidates": draft_head_candidates,
+    }
+    key = _key("draft", settings, draft=draft_model_dir, base=base_model_dir)
     if is_finished(output_dir, key, overwrite=overwrite):
         typer.echo(finished_line(output_dir))
         return
@@ -506,7 +538,8 @@ def _predicts(spec: DraftSpec) -> str:
         return f"{spec.num_heads} heads"
     if spec.num_heads:
         return f"{spec.num_heads} tokens a pass, each of {spec.draft_vocab_size}"
-    return f"{spec.draft_vocab_size} of {spec.decoder.vocab_size} tokens"
+    predicted = f"{spec.draft_vocab_size} of {spec.decoder.vocab_size} tokens"
+    return predicted + (f", {spec.num_candidates} candidates" if spec.num_candidates else "")
 
 
 def _cost(manifest: Bundle, start: float) -> str:

@@ -280,6 +280,9 @@ def eagle_pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Eag
         "window": lambda folder: eagle_engines.with_eagle(
             get("eagle3"), folder, eagle_engines.WINDOW
         ),
+        "low_rank": lambda folder: eagle_engines.with_eagle(
+            get("eagle3"), folder, eagle_engines.LOW_RANK
+        ),
         "medusa": eagle_engines.build_medusa,
         "mtp": eagle_engines.build_mtp,
         "ernie": lambda folder: eagle_engines.build_mtp(folder, mtp_reference.make_ernie),

@@ -213,7 +213,7 @@ class _Compiler:
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
             # A round's drafts, top-k times steps, fit into the tree; so does top-k.
-            self._candidates = min(plan.max_draft_tree_size, bundle.spec.draft_vocab_size)
+            self._candidates = min(plan.max_draft_tree_size, bundle.spec.max_candidates)
         self._places = Places.of(plan) if role == DECODER else None
         self.precision = ""
         self.fallen: set[str] = set()  # kinds of weights in fallback precision

@@ -14,7 +14,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from edgellm.build.verify.check_inputs import Inputs, audio_of, held_inputs
+from edgellm.build.verify.check_inputs import (
+    Inputs,
+    audio_of,
+    held_inputs,
+    retrieves_candidates,
+)
 from edgellm.build.verify.reference import Numbers, Reference, Source, as_floats
 from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
@@ -43,6 +48,7 @@ def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numb
     """What a runner gives for passes one after the other, with all their rows."""
     runner.hold(held_inputs(source.role, source.bundle))
     found: list[Numbers] = []
+    by_score = retrieves_candidates(source.bundle)
     states = _Moved(source) if source.commit is not None else None
     cache = None if runner.kv_pool is None else runner.kv_pool.new_cache()
     audio = None if source.role != AUDIO_ENCODER else audio_of(source.bundle)
@@ -50,7 +56,7 @@ def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numb
     for inputs in passes:
         outputs = _run(runner, cache, inputs if states is None else states.begin(inputs))
         arrays = {name: np.array(outputs[name]) for name in outputs}
-        found.append(as_floats(arrays, positions))
+        found.append(as_floats(arrays, positions, by_score=by_score))
         if states is not None:
             states.end(inputs, outputs)
     if cache is not None:

@@ -26,6 +26,7 @@ from edgellm.multimodal.patch_grid import grid_inputs
 
 Inputs = Mapping[str, NDArray[Any]]
 _PROMPT = 6  # rows
+_BEST = 8  # candidates of a low-rank head that are compared
 _CLIP_S = 2.6
 # A root, two children, a child of each: siblings and cousins must not attend to each other.
 _PARENTS = (-1, 0, 0, 1, 2)
@@ -116,7 +117,9 @@ def _tree() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 def _of_a_draft(name: str, spec: DraftSpec, rows: int, random: np.random.Generator) -> NDArray[Any]:
     """An input of a draft's graphs."""
     if name == graph_io.TOP_K:
-        return np.array([spec.draft_vocab_size])  # all, since the order may change
+        # All, since the order may change. Of those that a low-rank head retrieves, rounding may
+        # exchange the last ones.
+        return np.array([min(spec.num_candidates, _BEST) or spec.draft_vocab_size])
     width = {
         graph_io.HIDDEN_TAPS: spec.taps_width,
         graph_io.DRAFT_HIDDEN: spec.decoder.hidden_size,
@@ -139,6 +142,11 @@ def _clip(spec: AudioEncoderSpec, random: np.random.Generator) -> Inputs:
     """A clip of noise that ends within a chunk."""
     samples = 0.1 * random.standard_normal(int(_CLIP_S * SAMPLE_RATE))
     return prepare(samples.astype(np.float32), spec).inputs
+
+
+def retrieves_candidates(bundle: Bundle) -> bool:
+    """Whether a draft of the bundle retrieves candidates with a low-rank head."""
+    return isinstance(bundle.spec, DraftSpec) and bundle.spec.num_candidates > 0
 
 
 def audio_of(bundle: Bundle) -> AudioSpec:

@@ -26,7 +26,12 @@ from edgellm.build.lowering.linears.groups import Rounding
 from edgellm.build.lowering.linears.round_int4 import load_portable, round_to_int4
 from edgellm.build.lowering.linears.weights import linear_layers
 from edgellm.build.lowering.weights import WeightFile
-from edgellm.build.verify.check_inputs import Inputs, held_inputs, sample_passes
+from edgellm.build.verify.check_inputs import (
+    Inputs,
+    held_inputs,
+    retrieves_candidates,
+    sample_passes,
+)
 from edgellm.build.verify.reference_graphs import plain_versions
 from edgellm.build.verify.rounding_simulation import Rounds, narrows
 from edgellm.build.verify.streamed_eval import SLICE, run_in_pieces
@@ -85,7 +90,8 @@ class Reference:
     layers: dict[str, str] = field(default_factory=dict)  # names of norms by outputs
     float_error: float = 0.0  # relative, of sums in another order
     seconds: float = 0.0
-    may_reroute: bool = False  # the engine's rounding may route rows to other experts or clusters
+    # The engine's rounding may choose other experts, clusters or candidates
+    may_reroute: bool = False
 
 
 def make_reference(
@@ -110,7 +116,8 @@ def make_reference(
     if not wanted:
         return Reference(source=source, passes=passes, why_not="--noCheck")
     portable = load_portable(source.path, None)
-    routes = bool(find_calls(portable.graph, ROUTER))
+    by_score = retrieves_candidates(source.bundle)
+    routes = by_score or bool(find_calls(portable.graph, ROUTER))
     need = _COPIES * 4 * _held_at_once(portable.graph)
     if need > (available := available_memory_bytes()):
         lacking = f"that needs about {need >> 20} MiB of memory, {available >> 20} are available"
@@ -128,7 +135,7 @@ def make_reference(
         found = run_in_pieces(versions, _inputs(source, passes, versions[0]), on_progress)
     except EdgeLLMError as error:
         return Reference(source=source, passes=passes, why_not=str(error))
-    exact, *rounded = map(as_floats, found)
+    exact, *rounded = (as_floats(outputs, by_score=by_score) for outputs in found)
     seconds = time.perf_counter() - start
     return Reference(
         source=source,
@@ -200,17 +207,25 @@ def joined(passes: Sequence[Inputs]) -> dict[str, NDArray[Any]]:
     }  # fmt: skip
 
 
-def as_floats(outputs: Mapping[str, NDArray[Any]], num_positions: int | None = None) -> Numbers:
+def as_floats(
+    outputs: Mapping[str, NDArray[Any]],
+    num_positions: int | None = None,
+    *,
+    by_score: bool = False,
+) -> Numbers:
     """Floats of the outputs; candidates in the order of their ids, so small errors keep it.
 
-    `num_positions`: of audio, whose keys and values an engine may have in pages.
+    Args:
+        outputs: of a graph.
+        num_positions: of audio, whose keys and values an engine may have in pages.
+        by_score: candidates in the order of their scores: small errors may exchange some.
     """
     found = {
         name: np.asarray(array, np.float32)
         for name, array in outputs.items()
         if array.dtype in (np.float32, np.float16)
     }
-    if graph_io.CANDIDATE_IDS in outputs:
+    if graph_io.CANDIDATE_IDS in outputs and not by_score:
         ids = outputs[graph_io.CANDIDATE_IDS]
         order = np.argsort(ids, axis=-1, kind="stable")
         scores = found[graph_io.CANDIDATE_LOG_PROBS]

@@ -109,7 +109,7 @@ def costs(
 ) -> dict[str, dict[str, float]]:
     """See `networks.Module`: by committed tokens, each followed by a whole block."""
     context, measured = measured_rows(network.capacity, max_rows)
-    top_k = min(CANDIDATES, spec.draft_vocab_size)
+    top_k = min(CANDIDATES, spec.max_candidates)
     taps = np.random.default_rng(1).standard_normal((max(measured), spec.taps_width), np.float32)
 
     def run(rows: int) -> None:

@@ -329,7 +329,7 @@ def costs(
     """
     masks = max(spec.num_heads - 1, 0)
     context, measured = measured_rows(network.capacity - masks, max_rows)
-    top_k = min(CANDIDATES, spec.draft_vocab_size, max_rows or CANDIDATES)
+    top_k = min(CANDIDATES, spec.max_candidates, max_rows or CANDIDATES)
     random, maximum = np.random.default_rng(1), max(measured)
     taps = random.standard_normal((maximum + masks, spec.taps_width), np.float32)
     hidden = np.zeros((maximum, spec.decoder.hidden_size), np.float32)

@@ -153,9 +153,11 @@ def check_tree_size(order: DrafterContext) -> None:
 
 
 def check_candidates(limits: TreeLimits, draft: DraftSpec) -> None:
-    """Reject a top-k above the draft's vocabulary size; raises `LimitError`."""
-    if limits.top_k > draft.draft_vocab_size:
+    """Reject a top-k above the draft's number of candidates; raises `LimitError`."""
+    if limits.top_k > draft.max_candidates:
+        maximum = draft.max_candidates
+        what = f"{maximum} candidates" if draft.num_candidates else f"vocabulary of {maximum}"
         raise LimitError(
-            f"--eagleDraftTopK {limits.top_k} exceeds the draft's vocabulary of "
-            f"{draft.draft_vocab_size}"
+            f"--eagleDraftTopK {limits.top_k} exceeds the draft's {what}",
+            hint=f"give {maximum} or less",
         )

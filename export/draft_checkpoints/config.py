@@ -1,7 +1,8 @@
 """Config of EAGLE drafts in the layouts of all trainers.
 
-Public layouts: SafeAILab/EAGLE, SpecForge, AngelSlim, NVIDIA Model-Optimizer, speculators. If
-tensors and config contradict each other, the export fails later: a tensor is missing or unused.
+Public layouts: SafeAILab/EAGLE, SpecForge, AngelSlim, NVIDIA Model-Optimizer, NeMo Automodel and
+speculators. If tensors and config contradict each other, the export fails later: a tensor is
+missing or unused.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from edgellm.export.config.hidden_taps import check_taps, default_taps
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.kinds import OwnConfig
+from edgellm.export.draft_checkpoints.low_rank_head import ARCHITECTURE, LowRankHead
 from edgellm.export.draft_checkpoints.peagle_masks import FEATURE, MaskRows
 from edgellm.export.draft_checkpoints.windows import with_windows
 
@@ -32,7 +34,6 @@ _MODELOPT = frozenset(
 )  # fmt: skip
 _NOTES = ("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init", "modal_type",
           "speculators_config", "speculators_version", "target_model_type")  # fmt: skip
-_EAGLE4 = "efficient_lm_head."
 
 Infos = Mapping[str, TensorInfo]
 
@@ -81,6 +82,7 @@ class DraftConfig:
     fc_bias: bool
     norms: Norms
     mask_rows: MaskRows | None  # of P-EAGLE
+    low_rank: LowRankHead | None = None
 
     @property
     def fuses(self) -> bool:
@@ -126,11 +128,12 @@ def _read_eagle(
     taps, meaning = _taps(method, exporter, outer, eagle, base.num_hidden_layers)
     outer.expect("num_aux_hidden_states", len(taps))
     masks = MaskRows.read(outer, infos, decoder.vocab_size)
+    draft_vocab_size = outer.positive("draft_vocab_size", decoder.vocab_size)
     config = DraftConfig(
         method=method if masks is None else "peagle",
         exporter=exporter,
         decoder=decoder,
-        draft_vocab_size=outer.positive("draft_vocab_size", decoder.vocab_size),
+        draft_vocab_size=draft_vocab_size,
         base_hidden_size=base_hidden_size,
         base_num_layers=base.num_hidden_layers,
         hidden_taps=taps,
@@ -140,6 +143,7 @@ def _read_eagle(
         fc_bias=outer.read("bias", bool, method == "eagle" or "fc.bias" in infos),
         norms=Norms.read(outer, eagle, exporter, infos),
         mask_rows=masks,
+        low_rank=LowRankHead.read(outer, infos, draft_vocab_size),
     )
     if method == "eagle" and config.norms != Norms(
         before_residual=False, before_fc=False, fc_norm=False, output=False
@@ -154,11 +158,6 @@ def _read_eagle(
 
 
 def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
-    if any(name.startswith(_EAGLE4) for name in infos):
-        raise UnsupportedModelError(
-            f"{checkpoint.label} has {_EAGLE4}*, the head of EAGLE-4, which is not supported",
-            hint="give a draft of EAGLE-1 to EAGLE-3.1, or of P-EAGLE",
-        )
     if "fc.weight" in infos:
         return
     whole = any(name.startswith("model.layers.") for name in infos)
@@ -168,7 +167,7 @@ def _refuse_other_models(checkpoint: Checkpoint, infos: Infos) -> None:
         f"nor {others}",
         hint="it looks like a whole language model; give the draft's folder"
         if whole
-        else f"give the folder of an EAGLE-1, EAGLE-2 or EAGLE-3 draft, or of {others}",
+        else f"give the folder of an EAGLE-1, 2, 3 or 4 draft, or of {others}",
     )
 
 
@@ -183,6 +182,8 @@ def _exporter(config: Mapping[str, Any], infos: Infos) -> str:
         return "ModelOpt"
     if "Eagle3LlamaForCausalLM" in architectures:
         return "AngelSlim"
+    if ARCHITECTURE in architectures:
+        return "Automodel"
     if eagle or any(str(name).endswith("Eagle3") for name in architectures):
         midlayer = any(name.startswith("midlayer.") for name in infos)
         return "SpecForge" if midlayer else "ModelOpt"

@@ -89,7 +89,8 @@ class Kind(Protocol):
         ...
 
     # One that has its base's head may have `with_vocabulary(config, base, size)`: the facts of the
-    # same network when it predicts only so many tokens.
+    # same network when it predicts only so many tokens. One with a `DraftHead` has
+    # `with_low_rank(config, low_rank)`.
 
 
 def find(method: str) -> ModuleType:

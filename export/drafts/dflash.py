@@ -39,6 +39,11 @@ from edgellm.export.draft_checkpoints.block_config import (
     read_block,
 )
 from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.draft_checkpoints.low_rank_head import (
+    LowRankHead,
+    num_candidates,
+    with_factors,
+)
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.graph.bundle_files import decoder_spec, refuse_leftovers
 from edgellm.export.graph.decoder_io import (
@@ -50,6 +55,7 @@ from edgellm.export.graph.decoder_io import (
 )
 from edgellm.export.graph.draft import build_fuse as build_fuse_graph
 from edgellm.export.graph.draft import likeliest, target_names
+from edgellm.export.graph.draft_head import DraftHead
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.blocks import Block, Convolve
 from edgellm.export.layers.embedding import Embedding
@@ -158,7 +164,9 @@ class Model:
             Layer(config, weights / f"layers.{index}") for index in range(decoder.num_hidden_layers)
         ]
         self.norm = RMSNorm(weights / "norm", size, decoder.rms_norm_eps)
-        self.lm_head = Linear(weights / "lm_head", size, draft.draft_vocab_size, bias=False)
+        self.lm_head = DraftHead(
+            weights=weights, size=size, count=draft.draft_vocab_size, low_rank=draft.low_rank
+        )
 
     def forward(self, op: Op, context: ir.Value, block: Block, state: PassState) -> ir.Value:
         """The text's context [1, S, D] -> normalized hidden states of the block [1, R, D]."""
@@ -211,6 +219,7 @@ def build(
     caches.
     """
     tensors = complete(draft.tensors, text_tower(base).checkpoint.tensors, config.draft)
+    tensors = with_factors(tensors, "lm_head.weight", config.draft.low_rank)
     weights = Weights(source=tensors, quantization=draft.quant_config or base.quant_config)
     decoder = config.draft.decoder
     target_ids = read_target_ids(weights, config.draft, decoder)
@@ -252,7 +261,10 @@ def _candidates(
     target_ids: NDArray[np.int64] | None,
 ) -> list[ir.Value]:
     """Ids and log-probabilities [1, R, K], and the links [1, R, L, L] if any."""
-    log_probs, indices = likeliest(op, model.lm_head(op, x), top_k)
+    logits, *retrieved = model.lm_head(op, x)
+    log_probs, indices = likeliest(op, logits, top_k)
+    if retrieved:
+        indices = target_names(op, indices, retrieved[0])
     ids = target_names(op, indices, target_ids)
     shape = [1, HEAD_ROWS, graph_io.CANDIDATES]
     outputs = [
@@ -289,6 +301,11 @@ def _normalized(op: Op, scores: ir.Value, likely: ir.Value) -> ir.Value:
     return op.Slice(all_of, op.constant([0]), op.constant([-1]), op.constant([3]))
 
 
+def with_low_rank(config: BlockConfig, low_rank: LowRankHead) -> BlockConfig:
+    """The same with a low-rank head."""
+    return replace(config, draft=replace(config.draft, low_rank=low_rank))
+
+
 def build_fuse(config: BlockConfig, weights: Weights, dtype: ir.DataType) -> tuple[ir.Model, Op]:
     """The graph of `Fuse`; after it nothing of the checkpoint may be left.
 
@@ -314,4 +331,5 @@ def spec(draft: Checkpoint, config: BlockConfig, op: Op) -> DraftSpec:
         hidden_taps=facts.hidden_taps,
         fuses=True,
         block=config.block,
+        num_candidates=num_candidates(facts.low_rank),
     )

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.graph.draft_head import DraftHead
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
@@ -60,7 +61,9 @@ class Model:
             layer(decoder, weights / f"layers.{index}")
             for index in range(1, decoder.num_hidden_layers)
         ]
-        self.lm_head = Linear(weights / "lm_head", size, config.draft_vocab_size, bias=False)
+        self.lm_head = DraftHead(
+            weights=weights, size=size, count=config.draft_vocab_size, low_rank=config.low_rank
+        )
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S], hidden states [1, S, D] -> the next hidden states [1, S, D]."""
@@ -73,6 +76,7 @@ class Model:
                 x = layer.forward(op, x, state, index)
         return x
 
-    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, D] -> logits [1, R, V] and recycled hidden states, which are x."""
-        return self.lm_head(op, x), x
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ...]:
+        """X [1, R, D] -> logits, recycled hidden states, which are x, and ids of `DraftHead`."""
+        logits, *ids = self.lm_head(op, x)
+        return logits, x, *ids

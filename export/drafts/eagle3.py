@@ -1,7 +1,8 @@
-"""EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (2605.09992): one layer over fused features.
+"""EAGLE-3 (arXiv 2503.01840), EAGLE-3.1 (2605.09992) and EAGLE-4: one layer over fused features.
 
 The first layer attends over the token's embedding and the hidden row, concatenated; what it gives
 to the next step is its output before the final norm (EAGLE-3.1 with `norm_output`: after it).
+EAGLE-4 adds a window and a low-rank head (`export.draft_checkpoints.low_rank_head`).
 S rows of a pass, R rows of its head, H hidden size of the base, T taps, D hidden size of the draft.
 """
 
@@ -11,6 +12,7 @@ import onnx_ir as ir
 
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.graph.draft_head import DraftHead
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
@@ -99,7 +101,9 @@ class Model:
             for index in range(1, decoder.num_hidden_layers)
         ]
         self.norm = RMSNorm(weights / "norm", size, decoder.rms_norm_eps)
-        self.lm_head = Linear(weights / "lm_head", size, config.draft_vocab_size, bias=False)
+        self.lm_head = DraftHead(
+            weights=weights, size=size, count=config.draft_vocab_size, low_rank=config.low_rank
+        )
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
         """input_ids int64 [1, S] and hidden [1, S, D] -> [1, S, D] before the final norm."""
@@ -110,7 +114,8 @@ class Model:
                 x = layer.forward(op, x, state, index)
         return x
 
-    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, D] -> logits [1, R, draft vocabulary], recycled hidden states [1, R, D]."""
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ...]:
+        """X [1, R, D] -> logits, recycled hidden states [1, R, D], and ids of `DraftHead`."""
         normed = self.norm(op, x)
-        return self.lm_head(op, normed), normed if self.norm_output else x
+        logits, *ids = self.lm_head(op, normed)
+        return logits, normed if self.norm_output else x, *ids

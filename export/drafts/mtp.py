@@ -36,6 +36,11 @@ from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints.lm_head_pruning import HeadRows, commonest
+from edgellm.export.draft_checkpoints.low_rank_head import (
+    LowRankHead,
+    num_candidates,
+    with_factors,
+)
 from edgellm.export.draft_checkpoints.tensors import DraftTensors
 from edgellm.export.graph.architecture import (
     ExportOptions,
@@ -44,6 +49,7 @@ from edgellm.export.graph.architecture import (
 )
 from edgellm.export.graph.bundle_files import decoder_spec, refuse_leftovers
 from edgellm.export.graph.draft import record
+from edgellm.export.graph.draft_head import DraftHead
 from edgellm.export.layers.attention import PassState
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
@@ -99,6 +105,7 @@ class MtpConfig:
     base_num_layers: int
     names: Names = _QWEN
     target_ids: tuple[int, ...] | None = None  # that it predicts, ascending; None: all
+    low_rank: LowRankHead | None = None
     method: str = "mtp"
     taps_meaning: str = "multi-token prediction: output of the final norm"
 
@@ -173,6 +180,11 @@ def with_vocabulary(config: MtpConfig, base: Checkpoint, size: int) -> MtpConfig
     return replace(config, target_ids=tuple(ids.tolist()))
 
 
+def with_low_rank(config: MtpConfig, low_rank: LowRankHead) -> MtpConfig:
+    """The same with a low-rank head."""
+    return replace(config, low_rank=low_rank)
+
+
 def _check_against(base: DecoderConfig, own: DecoderConfig) -> None:
     for what, found, wanted in (
         ("architecture", type(own).__module__, type(base).__module__),
@@ -205,8 +217,12 @@ class Model:
         _, attending = getattr(model, "layers_of", (None, model.layer))
         self.layer = attending(decoder, weights / names.layer)
         has_head = any(name.startswith(_HEAD) for name in weights.unused())
-        self.lm_head = Linear(
-            weights / (_HEAD if has_head else _TABLE), size, config.num_predicted, bias=False
+        self.lm_head = DraftHead(
+            weights=weights,
+            size=size,
+            count=config.num_predicted,
+            low_rank=config.low_rank,
+            name=_HEAD if has_head else _TABLE,
         )
 
     def forward(self, op: Op, input_ids: ir.Value, hidden: ir.Value, state: PassState) -> ir.Value:
@@ -219,10 +235,11 @@ class Model:
         with op.scope("layers.0"):
             return self.layer.forward(op, x, state, 0)
 
-    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """X [1, R, H] -> logits [1, R, V] and the next hidden states [1, R, H]."""
+    def head(self, op: Op, x: ir.Value) -> tuple[ir.Value, ...]:
+        """X [1, R, H] -> logits, the next hidden states [1, R, H], and ids of `DraftHead`."""
         normed = self.norm(op, x)
-        return self.lm_head(op, normed), normed
+        logits, *ids = self.lm_head(op, normed)
+        return logits, normed, *ids
 
 
 def _divisor(weights: Weights, name: str, size: int) -> NDArray[Any]:
@@ -241,7 +258,10 @@ def build(
     draft: Checkpoint, base: Checkpoint, config: MtpConfig, dtype: ir.DataType
 ) -> tuple[ir.Model, Op, Weights]:
     """The graph, with an EAGLE draft's inputs and outputs."""
-    tensors = all_tensors(draft, base, config, dtype)
+    shared = all_tensors(draft, base, config, dtype)
+    has_head = any(name.startswith(_HEAD) for name in shared.infos())
+    name = f"{_HEAD if has_head else _TABLE}.weight"
+    tensors = with_factors(shared, name, config.low_rank)
     weights = Weights(source=tensors, quantization=draft.quant_config or base.quant_config)
     ids = None if config.target_ids is None else np.array(config.target_ids)
     model, op = record(Model(config, weights), config.decoder, ids, dtype)
@@ -288,4 +308,5 @@ def spec(draft: Checkpoint, config: MtpConfig, op: Op) -> DraftSpec:
         base_num_layers=config.base_num_layers,
         hidden_taps=config.hidden_taps,
         fuses=False,
+        num_candidates=num_candidates(config.low_rank),
     )

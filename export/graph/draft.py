@@ -80,7 +80,7 @@ def record(
     with op.scope("head"):
         rows = op.Gather(x, inputs.logits_index, axis=1)
         logits, recycled, *ids = model.head(op, rows)
-        names = ids[0] if ids else target_ids
+        names = target_names(op, ids[0], target_ids) if ids else target_ids
         candidates = candidate_outputs(op, logits, top_k, names, HEAD_ROWS)
     outputs = [
         *candidates,

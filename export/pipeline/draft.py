@@ -21,10 +21,18 @@ from edgellm.export.checkpoints.residual_rotation import refuse_rotated, rotatio
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.draft_checkpoints import kinds
+from edgellm.export.draft_checkpoints.block_config import BlockConfig
 from edgellm.export.draft_checkpoints.config import DraftConfig, read_draft
 from edgellm.export.draft_checkpoints.kinds import OwnConfig
+from edgellm.export.draft_checkpoints.low_rank_head import (
+    NUM_CANDIDATES,
+    LowRankHead,
+    num_candidates,
+    with_factors,
+)
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.draft_checkpoints.unrotate import facing, missing_rotation
+from edgellm.export.drafts.mtp import MtpConfig
 from edgellm.export.graph.architecture import (
     ExportOptions,
     read_architecture,
@@ -45,13 +53,22 @@ from edgellm.export.onnx.builder import OPSET, Op
 _MODEL, _FUSE = "model", "fuse"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """Options of a draft's head; None: as in the checkpoint."""
+
+    vocab_size: int | None = None  # tokens that a draft with its base's head predicts
+    rank: int | None = None  # of a low-rank head, the SVD of the head
+    num_candidates: int | None = None  # tokens that a low-rank head retrieves
+
+
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """Options of a draft's export."""
 
     dtype: str = "fp16"
     ignore_config_keys: tuple[str, ...] = ()
-    draft_vocab_size: int | None = None  # tokens that a draft with its base's head predicts
+    head: HeadOptions = HeadOptions()
 
 
 def export_draft(
@@ -130,8 +147,10 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     keys, dtype = options.ignore_config_keys, DTYPES[options.dtype]
     tower, _, base_config = read_architecture(base, ExportOptions(ignore_config_keys=keys))
     config = read_draft(draft, base_config, keys)
-    if options.draft_vocab_size is not None:
-        config = _with_vocabulary(config, base, options.draft_vocab_size)
+    if options.head.vocab_size is not None:
+        config = _with_vocabulary(config, base, options.head.vocab_size)
+    if (options.head.rank, options.head.num_candidates) != (None, None):
+        config = _with_low_rank(config, options.head)
     rotation = missing_rotation(base, draft)
     if not isinstance(config, DraftConfig):
         if rotation is not None:
@@ -150,6 +169,7 @@ def _record(draft: Checkpoint, base: Checkpoint, options: DraftOptions) -> _Reco
     tensors: TensorSource = complete(draft.tensors, tower.tensors, config)
     if rotation is not None:
         tensors = facing(tensors, draft, config, rotation)
+    tensors = with_factors(tensors, "lm_head.weight", config.low_rank)
     weights = Weights(source=tensors, quantization=draft.quant_config or base.quant_config)
     target_ids = read_target_ids(weights, config, base_config)
     graphs = {_MODEL: build_draft(config, weights, target_ids, dtype)}
@@ -173,6 +193,43 @@ def _with_vocabulary(
     return kind.with_vocabulary(config, base, size)
 
 
+def _with_low_rank(
+    config: DraftConfig | OwnConfig, options: HeadOptions
+) -> DraftConfig | OwnConfig:
+    """The same with the low-rank head of the options.
+
+    Raises:
+        UnsupportedModelError: the method takes no such head, the draft has one already, or it has
+            none, and only the number of candidates is given.
+    """
+    facts = config.draft if isinstance(config, BlockConfig) else config
+    if not isinstance(facts, DraftConfig | MtpConfig):
+        raise UnsupportedModelError(
+            f"--draft_head_rank: a draft of {config.method} takes no low-rank head",
+            hint="leave it out; it is for EAGLE, MTP and block drafts",
+        )
+    own, rank = facts.low_rank, options.rank
+    if own is not None and rank is not None:
+        raise UnsupportedModelError(
+            f"--draft_head_rank {rank}: the draft has a low-rank head of rank {own.rank}",
+            hint="leave it out; --draft_head_candidates sets the number of retrieved tokens",
+        )
+    if own is None:
+        if rank is None:
+            raise UnsupportedModelError(
+                "--draft_head_candidates: the draft has no low-rank head",
+                hint="give --draft_head_rank, too",
+            )
+        own = LowRankHead(rank=rank, num_candidates=NUM_CANDIDATES)
+    is_eagle = isinstance(facts, DraftConfig)
+    size = facts.draft_vocab_size if is_eagle else facts.num_predicted
+    count = options.num_candidates or own.num_candidates
+    low_rank = dataclasses.replace(own, num_candidates=min(count, size))
+    if isinstance(config, DraftConfig):
+        return dataclasses.replace(config, low_rank=low_rank)
+    return kinds.find(config.method).with_low_rank(config, low_rank)
+
+
 def _spec(
     config: DraftConfig, ops: list[Op], tensors: TensorSource, base_rotation: str
 ) -> DraftSpec:
@@ -187,6 +244,7 @@ def _spec(
         num_heads=0 if config.mask_rows is None else config.mask_rows.depth,
         mask_token_id=None if config.mask_rows is None else config.mask_rows.token_id,
         base_rotation=base_rotation,
+        num_candidates=num_candidates(config.low_rank),
     )
 
 

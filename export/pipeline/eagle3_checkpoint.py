@@ -37,6 +37,7 @@ from edgellm.export.checkpoints.residual_rotation import refuse_rotated
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.layer_types import FULL, SLIDING
 from edgellm.export.draft_checkpoints.config import TAP_IDS, DraftConfig
+from edgellm.export.draft_checkpoints.low_rank_head import UP
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.graph.architecture import (
     ExportOptions,
@@ -241,7 +242,10 @@ def _own_embedding(draft: TensorSource, base: TensorSource) -> bool:
 
 
 class _HandedTensors:
-    """A draft's tensors by SpecForge's names, with vocabulary tables if it is smaller."""
+    """A draft's tensors by SpecForge's names, with vocabulary tables if it is smaller.
+
+    An EAGLE-4 draft's low-rank head is left out: these engines compute the whole head.
+    """
 
     def __init__(
         self, *, draft: TensorSource, config: DraftConfig, targets: Any, dropped: tuple[str, ...]
@@ -249,7 +253,8 @@ class _HandedTensors:
         self._draft = draft
         self._names: dict[str, str] = {}
         for name in draft.infos():
-            if name not in ("d2t", "t2d", *dropped) and not name.endswith("inv_freq"):
+            is_computed = name in ("d2t", "t2d") or name.startswith(UP)
+            if not is_computed and name not in dropped and not name.endswith("inv_freq"):
                 self._names[name.replace("layers.0.", "midlayer.", 1)] = name
         self._tables: dict[str, np.ndarray] = {}
         if targets is not None:

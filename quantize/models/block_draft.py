@@ -38,7 +38,11 @@ class BlockDraft(Draft):
     """A float block draft with the float base that it was trained for."""
 
     blocks: BlockConfig
-    float_modules = ("embed_tokens", "fc", "lm_head", MARKOV, SELECTOR, CONFIDENCE)
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """See `QuantizedNetwork`."""
+        return (*super().float_modules, MARKOV, SELECTOR, CONFIDENCE)
 
     @property
     def family(self) -> Family:

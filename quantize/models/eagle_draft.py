@@ -23,6 +23,7 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint, TensorSource
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.draft_checkpoints.config import DraftConfig
+from edgellm.export.draft_checkpoints.low_rank_head import DOWN, UP
 from edgellm.export.draft_checkpoints.tensors import complete, read_target_ids
 from edgellm.export.pipeline.draft import DraftOptions, understand_draft
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -57,7 +58,12 @@ class Draft:
     facts: DraftConfig
     base: LanguageModel
     kind = "draft"
-    float_modules = ("embed_tokens", "fc", "lm_head")
+
+    @property
+    def float_modules(self) -> tuple[str, ...]:
+        """See `QuantizedNetwork`."""
+        low_rank = () if self.facts.low_rank is None else (UP, DOWN)
+        return ("embed_tokens", "fc", HEAD.removesuffix(".weight"), *low_rank)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ from edgellm.quantize.job import SEARCH_OPTIONS, Job
 from edgellm.quantize.metrics.questions import Questions, read_questions
 from edgellm.quantize.models import checks
 from edgellm.quantize.models.draft import open_float_draft
+from edgellm.quantize.models.eagle_draft import Draft
 from edgellm.quantize.models.language_model import LanguageModel, QuantizedNetwork, Task
 from edgellm.quantize.models.mtp_draft import MtpDraft
 from edgellm.quantize.pipeline.torch_device import choose_device
@@ -249,6 +250,11 @@ def _recipes(
     if isinstance(subject, MtpDraft):
         raise EdgeLLMError(
             f"{subject.checkpoint.label}: its MTP layer uses the base's head",
+            hint="leave out --lm_head_quantization and --quantization auto, which quantizes heads",
+        )
+    if isinstance(subject, Draft) and subject.facts.low_rank is not None:
+        raise EdgeLLMError(
+            f"{subject.checkpoint.label}: its low-rank head looks up rows of the float head",
             hint="leave out --lm_head_quantization and --quantization auto, which quantizes heads",
         )
     if head_scheme.is_table:

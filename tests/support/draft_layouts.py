@@ -119,6 +119,16 @@ LAYOUTS = {
          "sliding_window": 4}, first="layers.0", layers=2, own_embedding=True, mask_shape=(1,),
         window=4, sliding=(0, 1),
     ),
+    "automodel_eagle4": Layout(
+        {"architectures": ["LlamaForCausalLMEagle4"], "eagle_config": {_AUX: [1, 3, 4]},
+         "sliding_window": 4, "fc_norm": True, "norm_output": True},
+        first="layers.0", own_embedding=True, draft_vocab=VOCAB, d2t=False, t2d=False, window=4,
+        sliding=(0,), fc_norm=True, norm_output=True, rank=24, candidates=20,
+    ),
+    "automodel_eagle4_of_fewer_tokens": Layout(
+        {"architectures": ["LlamaForCausalLMEagle4"], "draft_vocab_size": 40},
+        first="layers.0", rank=16, candidates=12,
+    ),
     "eagle1": Layout(
         {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
         own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,

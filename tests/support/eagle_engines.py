@@ -35,6 +35,7 @@ WINDOW = replace(
     window=8,
     sliding=(0,),
 )
+LOW_RANK = replace(EAGLE3, rank=12, candidates=14)
 EAGLE1 = Layout(
     {"architectures": ["LlamaForCausalLM"]}, first="layers.0", eagle1=True, taps=(8,),
     own_embedding=True, own_head=False, draft_vocab=VOCAB, d2t=False, t2d=False, fc_bias=True,

@@ -50,6 +50,8 @@ class Layout:
     tied_base: bool = True
     window: int = 0  # of the layers `sliding`
     sliding: tuple[int, ...] = ()
+    rank: int = 0  # of the low-rank head in the file; 0: none
+    candidates: int = 0  # tokens that it retrieves; 0: all
 
 
 def sizes(layout: Layout) -> dict[str, object]:
@@ -118,7 +120,20 @@ def make_tensors(layout: Layout, seed: int = 0) -> Tensors:
         tensors["d2t"] = targets - torch.arange(layout.draft_vocab)
     if layout.t2d:
         tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, targets, value=True)
+    if layout.rank:  # last, so that the others are those of the same draft without it
+        tensors |= low_rank_head(tensors["lm_head.weight"], layout.rank, generator)
     return tensors
+
+
+def low_rank_head(head: torch.Tensor, rank: int, generator: torch.Generator) -> Tensors:
+    """Factors near the truncated SVD of a head."""
+    left, singular, right = torch.linalg.svd(head, full_matrices=False)
+    scaled = left[:, :rank] * singular[:rank]
+    noise = 0.1 * torch.randn(*scaled.shape, generator=generator)
+    return {
+        "efficient_lm_head.weight": (scaled + noise).contiguous(),
+        "efficient_lm_head_down_proj.weight": right[:rank].contiguous(),
+    }
 
 
 def make_draft(folder: Path, layout: Layout, seed: int = 0) -> Path:
@@ -141,6 +156,8 @@ def make_draft(folder: Path, layout: Layout, seed: int = 0) -> Path:
     config = {**layout.config, "transformer_layer_config": inner}
     if layout.inner_config is None:
         config = {**inner, **layout.config}
+    if layout.rank:
+        config["num_candidates"] = layout.candidates
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -168,6 +185,10 @@ class Reference:
         self.embedding = self.tensors.get("embed_tokens.weight", embedding)
         head = shared.get("lm_head.weight", embedding)
         self.head = self.tensors.get("lm_head.weight", head)
+        self.retrieval = self.head  # [draft vocabulary, D], whose best tokens are scored
+        if layout.rank:
+            down = self.tensors["efficient_lm_head_down_proj.weight"]
+            self.retrieval = self.tensors["efficient_lm_head.weight"] @ down
         offsets = self.tensors.get("d2t", torch.zeros(len(self.head), dtype=torch.int64))
         self.targets = torch.arange(len(self.head)) + offsets
         exponents = torch.arange(0, layout.head_dim, 2) / layout.head_dim
@@ -218,8 +239,12 @@ class Reference:
             )
             x = x + (torch.nn.functional.silu(y @ gate.T) * (y @ up.T)) @ down.T
         normed = x if layout.eagle1 else rms_norm(x, weights["norm.weight"])
-        log_probs = (normed @ self.head.T).log_softmax(-1)
-        return log_probs, normed if layout.norm_output else x
+        logits = normed @ self.head.T
+        if layout.candidates:
+            kept = (normed @ self.retrieval.T).topk(layout.candidates).indices
+            scored = logits.gather(-1, kept)
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, scored)
+        return logits.log_softmax(-1), normed if layout.norm_output else x
 
     def drop_to(self, rows: int) -> None:
         """Truncate the cache to its first."""

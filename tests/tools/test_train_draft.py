@@ -19,11 +19,15 @@ import torch
 from conftest import assert_one_line_error, make_checkpoint
 from draft_runs import DraftRun, K
 from safetensors.torch import load_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from edgellm.core.artifact import MADE_BY_NAME
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.file_lock import hold
 from edgellm.export import models
+from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.tools.train_draft import training_run as run_module
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.checkpoint_writers import read_draft
@@ -32,6 +36,7 @@ from edgellm.tools.train_draft.data.corpus import Generation
 from edgellm.tools.train_draft.data.hidden_states import FeatureCache
 from edgellm.tools.train_draft.methods.eagle3 import Eagle3
 from edgellm.tools.train_draft.methods.eagle_network import Draft, DraftShape
+from edgellm.tools.train_draft.methods.low_rank_head import LowRankDraft
 from edgellm.tools.train_draft.train import Recipe, Trainer
 from edgellm.tools.train_draft.training_run import Job, run
 
@@ -291,6 +296,98 @@ def test_training_starts_from_another_draft(job, tmp_path):
     assert not (tmp_path / "x").exists()  # invalid settings create no folder
 
 
+@pytest.mark.parametrize("vocabulary", [pytest.param(HEAD, marks=pytest.mark.nightly), VOCAB])
+def test_a_low_rank_head_learns_the_head(job, base, tmp_path, vocabulary):
+    """From the truncated SVD, by KL divergence; the draft itself does not change."""
+    window = {"draft_vocab_size": vocabulary, "sliding_window": 6}
+    drafted = replace(job, output_dir=tmp_path / "first", work_dir=tmp_path / "w", **window)
+    run(drafted)
+    recipe = replace(job.recipe, epochs=8, learning_rate=2e-2)
+    trained = replace(
+        job, **window, init_from=drafted.output_dir, draft_head_rank=24, recipe=recipe
+    )
+    run(trained)
+    first, last = (load_file(each.output_dir / "model.safetensors") for each in (drafted, trained))
+    factors = ["efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"]
+    tables = {"embed_tokens.weight"} if vocabulary == VOCAB else {"d2t", "t2d"}
+    own = {name.replace("midlayer", "layers.0") for name in first} - {"d2t", "t2d"}
+    assert {*last} == {*factors, *own, *tables}
+    for name in first.keys() - {"d2t", "t2d"}:
+        assert torch.equal(first[name], last[name.replace("midlayer", "layers.0")])
+    head = first["lm_head.weight"].float()
+    learned = last[factors[0]].float() @ last[factors[1]].float()
+    states = _states(drafted, base)
+    wanted = (states @ head.T).log_softmax(-1)
+    svd, kl = (
+        functional.kl_div((states @ weight.T).log_softmax(-1), wanted, log_target=True)
+        for weight in (_truncated(head, 24), learned)
+    )
+    assert kl < 0.8 * svd
+    config = json.loads((trained.output_dir / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle4"]
+    assert (config["num_candidates"], config["sliding_window"]) == (vocabulary, 6)
+    checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (trained.output_dir, base))
+    manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
+    assert manifest.provenance["exporter"] == "Automodel"
+    assert manifest.draft.num_candidates == vocabulary
+
+
+def _truncated(head: torch.Tensor, rank: int) -> torch.Tensor:
+    left, singular, right = torch.linalg.svd(head, full_matrices=False)
+    return left[:, :rank] * singular[:rank] @ right[:rank]
+
+
+def _states(job: Job, base: Path) -> torch.Tensor:
+    """Normed hidden states of a draft's first step in the answers of its training."""
+    draft, _ = _network(job.output_dir, job.draft_vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    texts = [json.loads(line)["messages"] for line in job.data[0].read_text().splitlines()[:24]]
+    ids = torch.tensor([tokenizer.apply_chat_template(each)["input_ids"] for each in texts])
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+        taps = torch.cat([states[tap] for tap in (2, 4, 5)], -1)[:, :-1]
+        embeddings = model.get_input_embeddings()(ids[:, 1:])
+        positions = torch.arange(ids.shape[1] - 1).expand(1, *ids[:, 1:].shape)
+        (hidden,) = draft.unroll(taps, embeddings, positions, 1)
+        return draft.norm(hidden)[:, -14:].flatten(0, 1)
+
+
+def test_a_low_rank_head_starts_as_the_svd():
+    shape = DraftShape(
+        hidden_size=32,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        draft_vocab_size=HEAD,
+        num_taps=3,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+    module = LowRankDraft(Draft(shape), 6)
+    module.factorize()
+    up, down = module.efficient_lm_head.weight, module.efficient_lm_head_down_proj.weight
+    expected = _truncated(module.draft.lm_head.weight, 6)
+    torch.testing.assert_close(up @ down, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_low_rank_head_needs_its_draft(job, tmp_path):
+    with pytest.raises(EdgeLLMError, match="there is none") as found:
+        run(replace(job, draft_head_rank=8))
+    assert "--init_from" in found.value.hint
+    run(job)
+    later = replace(job, init_from=job.output_dir, work_dir=tmp_path / "x", draft_head_rank=8)
+    for changes, message in (
+        ({"draft_head_rank": HEAD + 1}, "--draft_head_rank 41 exceeds the head's rank 40"),
+        ({"sliding_window": 6}, "was trained with a window of all tokens"),
+        ({"init_from": tmp_path}, "holds no draft"),
+    ):
+        with pytest.raises(EdgeLLMError, match=message):
+            run(replace(later, **changes))
+        assert not (tmp_path / "x").exists()
+
+
 def test_self_prompts_are_completed_and_trained_on(job, monkeypatch):
     prompts = [Prompt((7, 3, number, 4, 7, 3)) for number in range(10, 20)]
     monkeypatch.setattr(run_module, "write_prompts", lambda *_: iter([0, len(prompts)]))
@@ -391,9 +488,6 @@ def test_hidden_taps_must_be_numbers(job):
 @pytest.mark.parametrize("window", [0, 5])
 def test_the_export_agrees_with_the_network(job, base, tmp_path, window):
     """Runs the exported fuse and model graphs on ONNX Runtime, for step 0 and recycled steps."""
-    from edgellm.export.pipeline.draft import DraftOptions, export_draft
-    from edgellm.export.pipeline.open_checkpoint import open_checkpoint
-
     _run_here(job, "--hidden_taps", "0,3,6", *["--sliding_window", str(window)] * bool(window))
     checkpoints = (open_checkpoint(str(f), tokenizer=False) for f in (job.output_dir, base))
     manifest = export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))

@@ -22,6 +22,7 @@ from edgellm.core.errors import (
 from edgellm.core.resources import require_space
 from edgellm.core.strict_json import parse
 from edgellm.export.checkpoints.residual_rotation import KEY as ROTATION
+from edgellm.export.draft_checkpoints.low_rank_head import ARCHITECTURE, CANDIDATES_KEY
 from edgellm.tools.train_draft.base import Base
 from edgellm.tools.train_draft.methods.eagle_network import Draft, DraftShape, Layer
 
@@ -92,6 +93,52 @@ def write_draft(
     training: dict[str, Any],
 ) -> None:
     """Write an EAGLE-3 draft into the existing `folder`."""
+    config, tables = _eagle3_config(draft, vocabulary, taps, base)
+    tensors = {**draft.state_dict(), **tables}
+    write_checkpoint(folder, "model.safetensors", tensors, config, training)
+
+
+def write_eagle4(
+    draft: Draft,
+    folder: Path,
+    vocabulary: np.ndarray,
+    taps: Sequence[int],
+    base: Base,
+    training: dict[str, Any],
+    factors: Mapping[str, Tensor],
+    num_candidates: int,
+) -> None:
+    """Write an EAGLE-4 draft in NeMo Automodel's layout into the existing `folder`.
+
+    There a draft has the whole vocabulary of its base, whose embedding is in the file. A smaller
+    one has EAGLE-3's tables instead, and no embedding.
+
+    Args:
+        draft: the draft.
+        folder: of the result.
+        vocabulary: ids of the draft's tokens, int64 [V].
+        taps: the base's layers whose inputs it reads.
+        base: the base model.
+        training: settings and the estimate.
+        factors: of the low-rank head, by their published names.
+        num_candidates: tokens that it retrieves.
+    """
+    config, tables = _eagle3_config(draft, vocabulary, taps, base.config)
+    config |= {"architectures": [ARCHITECTURE], CANDIDATES_KEY: num_candidates}
+    if len(vocabulary) == base.config.vocab_size:
+        tables = {EAGLE1_EMBEDDING: base.embedding}
+    own = {
+        name.replace("midlayer.", "layers.0.", 1): value
+        for name, value in draft.state_dict().items()
+    }
+    tensors = {**own, **tables, **factors}
+    write_checkpoint(folder, "model.safetensors", tensors, config, training)
+
+
+def _eagle3_config(
+    draft: Draft, vocabulary: np.ndarray, taps: Sequence[int], base: PretrainedConfig
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json of a draft, and the tables of its vocabulary."""
     ids = torch.from_numpy(vocabulary)
     known = torch.zeros(base.vocab_size, dtype=torch.bool)
     known[ids] = True
@@ -104,8 +151,7 @@ def write_draft(
         _TAP_IDS: list(taps),
         _EAGLE: {_TAP_IDS: [tap - 1 for tap in taps], "use_aux_hidden_state": True},
     }
-    tensors = {**draft.state_dict(), **tables}
-    write_checkpoint(folder, "model.safetensors", tensors, config, training)
+    return config, tables
 
 
 def draft_config(shape: DraftShape, base: PretrainedConfig, architecture: str) -> dict[str, Any]:
@@ -166,6 +212,21 @@ def read_weights(module: nn.Module, path: Path, ignored: tuple[str, ...] = ()) -
         raise BrokenArtifactError(
             f"{path} holds no draft of these sizes: {str(error).splitlines()[0]}",
             hint="give a draft of this command for this base, with the same --method",
+        ) from None
+
+
+def read_window(folder: Path) -> int:
+    """Return the window of a draft's layers by its config, 0: full attention.
+
+    Raises:
+        BrokenArtifactError: the folder has no such config.
+    """
+    try:
+        return int(parse((folder / "config.json").read_text("utf-8")).get("sliding_window") or 0)
+    except (OSError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenArtifactError(
+            f"{folder} holds no draft: {str(error).splitlines()[0]}",
+            hint="give a draft of this command for this base as --init_from",
         ) from None
 
 

@@ -153,6 +153,16 @@ SlidingWindow = Annotated[
         rich_help_panel="Model",
     ),
 ]
+DraftHeadRank = Annotated[
+    int | None,
+    typer.Option(
+        "--draft_head_rank",
+        min=1,
+        help="Train a low-rank head of this rank for the draft in --init_from, which stays "
+        "unchanged (EAGLE-4); for eagle3. Default: train the draft.",
+        rich_help_panel="Model",
+    ),
+]
 FeatureNoise = Annotated[
     float | None,
     typer.Option(
@@ -321,6 +331,7 @@ class MethodFlags:
     block_size: int | None = None
     num_layers: int | None = None
     sliding_window: int | None = None
+    draft_head_rank: int | None = None
 
     @classmethod
     def read(cls, flags: TrainFlags) -> MethodFlags:
@@ -344,13 +355,15 @@ class MethodFlags:
         return MethodFlags(**chosen)
 
 
-_DEFAULTS = {  # hidden_taps "": `default_taps`; sliding_window 0: full attention
+# hidden_taps "": `default_taps`; sliding_window 0: full attention; draft_head_rank 0: no such head
+_DEFAULTS = {
     "eagle3": MethodFlags(
         draft_vocab_size=8192,
         hidden_taps="",
         unrolls=5,
         unroll_weight=0.9,
         sliding_window=0,
+        draft_head_rank=0,
     ),
     "eagle": MethodFlags(
         unrolls=5,
@@ -397,6 +410,7 @@ class TrainFlags:
     block_size: BlockSize = None
     num_layers: NumLayers = None
     sliding_window: SlidingWindow = None
+    draft_head_rank: DraftHeadRank = None
     feature_noise: FeatureNoise = None
     hidden_taps: Taps = ""
     epochs: Epochs = 6
@@ -491,6 +505,7 @@ def _job(flags: TrainFlags, own: MethodFlags) -> Job:
         block_size=own.block_size or 0,
         num_layers=own.num_layers or 0,
         sliding_window=own.sliding_window or 0,
+        draft_head_rank=own.draft_head_rank or 0,
         servers=_servers(flags.ray),
     )
 

@@ -42,6 +42,7 @@ from edgellm.tools.train_draft.data.remote import answer_prompts_remotely
 from edgellm.tools.train_draft.methods.dflash import Blocks
 from edgellm.tools.train_draft.methods.eagle1 import Eagle1
 from edgellm.tools.train_draft.methods.eagle3 import Eagle3
+from edgellm.tools.train_draft.methods.low_rank_head import TrainedLowRankHead
 from edgellm.tools.train_draft.methods.medusa import Medusa
 from edgellm.tools.train_draft.methods.method import Learner
 from edgellm.tools.train_draft.train import STATE_FILE, Progress, Recipe, Trainer
@@ -78,6 +79,7 @@ class Job:
     block_size: int = 0  # for "dflash" and "dspark"
     num_layers: int = 0  # for "dflash" and "dspark"
     sliding_window: int = 0  # not for "medusa"; 0: full attention
+    draft_head_rank: int = 0  # for "eagle3"; 0: the draft is trained, not its low-rank head
     servers: Servers | None = None  # complete prompts instead of the loaded base
     overwrite: bool = False  # replaces another result, and another run's state
 
@@ -182,7 +184,7 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
             noise=recipe.feature_noise,
             sliding_window=job.sliding_window,
         )
-    return Eagle3(
+    draft = Eagle3(
         base=base,
         taps=taps,
         draft_vocab_size=job.draft_vocab_size,
@@ -190,6 +192,7 @@ def _learner(job: Job, base: Base, taps: tuple[int, ...]) -> Learner:
         decay=recipe.unroll_weight,
         sliding_window=job.sliding_window,
     )
+    return TrainedLowRankHead(draft, job.draft_head_rank) if job.draft_head_rank else draft
 
 
 def _check_owner(job: Job) -> None:
@@ -259,6 +262,23 @@ def _check_sizes(job: Job, base: Base, conversations: int) -> None:
         if wanted > maximum:
             raise LimitError(f"--{flag} {wanted} exceeds the base's {maximum} {what}")
     _check_window(job, base)
+    _check_rank(job, base)
+
+
+def _check_rank(job: Job, base: Base) -> None:
+    if not job.draft_head_rank:
+        return
+    if job.init_from is None:
+        raise EdgeLLMError(
+            "--draft_head_rank trains a low-rank head for a trained draft, and there is none",
+            hint="train the draft first, without it, and give its folder as --init_from",
+        )
+    maximum = min(job.draft_vocab_size, base.config.hidden_size)
+    if job.draft_head_rank > maximum:
+        raise LimitError(
+            f"--draft_head_rank {job.draft_head_rank} exceeds the head's rank {maximum}",
+            hint=f"give {maximum} or less; a low rank saves time",
+        )
 
 
 def _check_window(job: Job, base: Base) -> None:

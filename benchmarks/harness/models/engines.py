@@ -11,7 +11,7 @@ from edgellm.build.plan import Plan
 from edgellm.core.manifest import LLM_ENGINE, load_engine
 from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
@@ -88,20 +88,29 @@ def base_bundle(work: Path, stored: str, draft: Path) -> Path:
     return bundle
 
 
-def draft_bundle(work: Path, draft: Path) -> Path:
-    """Export a draft of SmolLM2."""
-    bundle = work / f"{draft.name}-draft-bundle"
+def draft_bundle(work: Path, draft: Path, head_rank: int | None = None) -> Path:
+    """Export a draft of SmolLM2, with a low-rank head or without."""
+    bundle = work / f"{draft.name}{_of_rank(head_rank)}-draft-bundle"
     base = open_checkpoint(str(checkpoints.smollm2_folder(work, "fp32")), tokenizer=False)
-    export_draft(open_draft(str(draft)), base, bundle, DraftOptions("fp32"))
+    options = DraftOptions("fp32", head=HeadOptions(rank=head_rank))
+    export_draft(open_draft(str(draft)), base, bundle, options)
     return bundle
 
 
-def drafted_engine(work: Path, precision: str, threads: int, draft: Path = EAGLE3) -> Path:
+def _of_rank(head_rank: int | None) -> str:
+    return "" if head_rank is None else f"-rank{head_rank}"
+
+
+def drafted_engine(
+    work: Path, precision: str, threads: int, draft: Path = EAGLE3, head_rank: int | None = None
+) -> Path:
     """Build SmolLM2 in one of `PRECISIONS` with a draft; reuse all except the draft."""
-    folder, (stored, quantize) = work / f"{draft.name}-{precision}-{threads}", PRECISIONS[precision]
+    name, (stored, quantize) = f"{draft.name}{_of_rank(head_rank)}", PRECISIONS[precision]
+    folder = work / f"{name}-{precision}-{threads}"
     if not folder.exists():
         plan = plan_of(threads, quantize, max_verify_tree_size=TREE_SIZE)
         build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", silent)
     plan = plan_of(threads, max_draft_tree_size=TREE_SIZE)
-    build_engine("draft", draft_bundle(work, draft), folder, plan, "onnxruntime", silent)
+    bundle = draft_bundle(work, draft, head_rank)
+    build_engine("draft", bundle, folder, plan, "onnxruntime", silent)
     return folder

@@ -120,6 +120,7 @@ _SINCE_10_3: dict[str, Rule] = {
         dtypes=EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=_INT4_BLOCKS
     ),
     "Gather": Rule(dtypes=ANY),
+    "GatherElements": Rule(dtypes=ANY),
     "Gelu": _UNARY,
     "LayerNormalization": _UNARY,
     "MatMul": Rule(dtypes=FLOATS, checked=(0, 1)),

@@ -56,7 +56,7 @@ def open(order: DrafterContext) -> LoadedDrafter:
 
     draft, top_k = manifest.draft, limits.top_k
     if links := network.block.links:  # links rank candidates better than the first scores do
-        top_k = min(links, draft.draft_vocab_size)
+        top_k = min(links, draft.max_candidates)
 
     def start(learned: SpecState) -> BlockDrafter:
         return BlockDrafter(

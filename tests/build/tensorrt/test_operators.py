@@ -127,8 +127,8 @@ def test_every_version_supports_edgellms_attention(bundles, tmp_path, kind, prec
         adapt(model.clone(), version)
 
 
-@pytest.mark.parametrize("name", ["eagle1", "peagle", "mtp"])
-def test_every_version_supports_eagle1_peagle_and_mtp_drafts(eagle_pairs, tmp_path, name):
+@pytest.mark.parametrize("name", ["eagle1", "peagle", "mtp", "low_rank"])
+def test_every_version_supports_other_drafts(eagle_pairs, tmp_path, name):
     bundle = eagle_pairs(name).draft_bundle
     model = lowered(bundle, "model", tmp_path, is_draft=True, dtype=ir.DataType.FLOAT)
     for version in CHECKED:

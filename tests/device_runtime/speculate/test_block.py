@@ -28,6 +28,8 @@ from edgellm.device_runtime.speculate.policy import spec_budget
 from edgellm.device_runtime.speculate.policy.costs import Costs
 from edgellm.device_runtime.speculate.policy.static_tree import StaticTree
 from edgellm.device_runtime.speculate.policy.tree_policy import FixedTree, TreeLimits
+from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draft
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(
@@ -203,6 +205,33 @@ def test_an_engine_equals_torch(engines, name):
         scores[own] += reference.pair_scores(rows, row, before)[own]
         links = scores.log_softmax(-1)[own]
         np.testing.assert_allclose(found.links[row, rank], links, atol=2e-4)
+
+
+def test_a_low_rank_head_retrieves_candidates(engines, tmp_path):
+    """Candidates, and their links, of the head's truncated SVD."""
+    layout, pair = LAYOUTS["speculators"], engines("speculators")
+    opened = open_draft(str(pair.draft_checkpoint)), open_checkpoint(str(pair.base_checkpoint))
+    options = DraftOptions("fp32", head=HeadOptions(rank=16, num_candidates=24))
+    export_draft(*opened, tmp_path / "bundle", options)
+    built = build_engine(
+        "draft", tmp_path / "bundle", tmp_path / "e", draft_plan(), "onnxruntime", print
+    )
+    session = open_block(tmp_path / "e" / "draft", built)
+    reference = BlockReference(pair.base_checkpoint, layout)
+    taps = torch.randn(9, 3 * 96, generator=torch.Generator().manual_seed(1))
+    found = parts(session, np.arange(20, 29), taps, [9], 6, 24)
+    rows = reference.predicted(taps, 28, 6)
+    left, singular, right = torch.linalg.svd(reference.head, full_matrices=False)
+    retrieval = left[:, :16] * singular[:16] @ right[:16]
+    kept = (rows @ retrieval.T).topk(24).indices
+    best = reference.log_probs(rows).gather(1, kept).log_softmax(-1).sort(descending=True)
+    np.testing.assert_allclose(found.log_probs, best.values, atol=5e-5)
+    wanted = reference.targets[kept.gather(1, best.indices)]
+    np.testing.assert_array_equal(found.token_ids, wanted)
+    before, scores = int(found.token_ids[0, 2]), torch.from_numpy(found.log_probs[1] + 0)
+    places = torch.from_numpy(np.searchsorted(reference.targets.numpy(), found.token_ids[1]))
+    scores += reference.pair_scores(rows, 1, before)[places]
+    np.testing.assert_allclose(found.links[1, 2], scores.log_softmax(-1), atol=2e-4)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("dflash2", "int8"), ("deepspec", "int4")])

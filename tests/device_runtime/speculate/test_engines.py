@@ -11,6 +11,7 @@ from eagle_engines import for_several
 from eagle_reference import Reference, tree_mask
 from stepping import speculate
 
+from edgellm.core.errors import LimitError
 from edgellm.core.manifest import DRAFT_ENGINE, LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime import LLM, SamplingParams
 from edgellm.device_runtime.engine.profile import Profile
@@ -135,7 +136,7 @@ def test_auxiliary_hidden_states_equal_the_portable_graph_and_transformers(pair)
         close(pair, found.taps, taps.numpy())
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle1", "hybrid", "window"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle1", "hybrid", "window", "low_rank"])
 def test_the_draft_equals_torch(eagle_pairs, name):
     """An extension in two passes, then two levels, the second of them attends to its ancestors."""
     pair = eagle_pairs(name)
@@ -210,10 +211,12 @@ def answer_of(llm, prompt, sampling, **options):
     return answer
 
 
-BASE_OF = {"int8_draft": "eagle3", "window": "eagle3"}  # others have their own
+# Others have their own
+BASE_OF = {"int8_draft": "eagle3", "window": "eagle3", "low_rank": "eagle3"}
 WAYS_OF = {
     "eagle3": [*WAYS],
     "window": ["fixed"],
+    "low_rank": ["fixed", "cost"],
     "int8_draft": ["fixed", "cost"],
     "eagle1": ["fixed"],
     "medusa": ["static", "lookups", "cost"],
@@ -242,6 +245,7 @@ def plain_answer():
     "eagle3-cost",
     "eagle3-static",
     "assistant-cost",
+    "low_rank-fixed",
     "hybrid-lookups",
     "mtp-cost",
     "peagle-cost",
@@ -300,8 +304,9 @@ def test_trees_beyond_a_window_equal_torch(eagle_pairs):
     assert sorted(depths) == [0, 1, 1, 2, 2]
 
 
-def test_batches_with_a_windowed_draft_equal_plain_decoding(eagle_pairs, plain_answer, tmp_path):
-    engine = for_several(eagle_pairs("window"), tmp_path / "engine", 3)
+@pytest.mark.parametrize("name", ["window", "low_rank"])
+def test_batches_equal_plain_decoding(eagle_pairs, plain_answer, tmp_path, name):
+    engine = for_several(eagle_pairs(name), tmp_path / "engine", 3)
     llm, alone = LLM(engine, spec=WAYS["fixed"]), LLM(eagle_pairs("eagle3").engine)
     sampling, sizes = SAMPLINGS[0], []
     llm.on_pass(lambda answers, _: sizes.append(answers))
@@ -310,6 +315,12 @@ def test_batches_with_a_windowed_draft_equal_plain_decoding(eagle_pairs, plain_a
         assert answer.token_ids == plain_answer("eagle3", alone, sampling, prompt).token_ids
     assert max(sizes) == 3
     assert max(counts.tree_size for one in answers for counts in one.profile.rounds) > 30
+
+
+def test_a_low_rank_head_limits_the_candidates(eagle_pairs):
+    engine = eagle_pairs("low_rank").engine
+    with pytest.raises(LimitError, match="--eagleDraftTopK 15 exceeds the draft's 14 candidates"):
+        LLM(engine, spec=SpecOptions(top_k=15, steps=2))
 
 
 class Knowing:

@@ -25,7 +25,7 @@ from edgellm.export.graph.architecture import (
     ExportOptions,
     read_architecture,
 )
-from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draft
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 
 
@@ -129,7 +129,7 @@ def test_draft_vocab_size_keeps_the_most_frequent_tokens(tmp_path, monkeypatch, 
     monkeypatch.setattr(safetensors_io, "CHUNK_BYTES", 1000)
     base = make_base(tmp_path / "base", tie_word_embeddings=is_tied, vocab_size=VOCAB)
     (base / "generation_config.json").write_text('{"eos_token_id": [60, 93]}')
-    options = DraftOptions("fp32", draft_vocab_size=40)
+    options = DraftOptions("fp32", head=HeadOptions(vocab_size=40))
     opened = open_draft(str(base)), open_checkpoint(str(base), tokenizer=False)
     manifest = export_draft(*opened, tmp_path / "bundle", options)
     assert manifest.draft.draft_vocab_size == 40
@@ -137,8 +137,32 @@ def test_draft_vocab_size_keeps_the_most_frequent_tokens(tmp_path, monkeypatch, 
     reference.targets = torch.tensor([*range(38), 60, 93])
     drive(DraftRun(tmp_path / "bundle", manifest), reference)
     for size in (2, VOCAB + 1):
+        options = DraftOptions(head=HeadOptions(vocab_size=size))
         with pytest.raises(EdgeLLMError, match=f"--draft_vocab_size {size}: give 4 to {VOCAB}"):
-            export_draft(*opened, tmp_path / "b", DraftOptions(draft_vocab_size=size))
+            export_draft(*opened, tmp_path / "b", options)
+
+
+class Retrieving(Reference):
+    """With the best 20 tokens of the head's truncated SVD."""
+
+    def forward(self, *given):
+        log_probs, normed = super().forward(*given)
+        head = self.tensors.get("lm_head.weight", self.tensors["model.embed_tokens.weight"])
+        left, singular, right = torch.linalg.svd(head, full_matrices=False)
+        retrieval = left[:, :24] * singular[:24] @ right[:24]
+        kept = (normed @ retrieval.T).topk(20).indices
+        found = torch.full_like(log_probs, -torch.inf)
+        return found.scatter(-1, kept, log_probs.gather(-1, kept)).log_softmax(-1), normed
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_low_rank_head_retrieves_candidates(tmp_path, is_tied):
+    base = make_base(tmp_path / "base", tie_word_embeddings=is_tied)
+    opened = open_draft(str(base)), open_checkpoint(str(base), tokenizer=False)
+    options = DraftOptions("fp32", head=HeadOptions(rank=24, num_candidates=20))
+    manifest = export_draft(*opened, tmp_path / "bundle", options)
+    assert (manifest.draft.num_candidates, manifest.draft.draft_vocab_size) == (20, VOCAB)
+    drive(DraftRun(tmp_path / "bundle", manifest), Retrieving(base))
 
 
 def test_an_mtp_layer_of_a_vision_language_model_is_exported(bases, tmp_path):

@@ -29,13 +29,14 @@ from edgellm.core.artifact import verify_files
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import DRAFT_BUNDLE, DRAFT_FOLDER, load_bundle
 from edgellm.device_runtime.networks.draft import open_draft
-from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draft
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 EXPORTERS = {
     "safeailab": "SafeAILab", "angelslim": "AngelSlim", "specforge": "SpecForge",
     "modelopt": "ModelOpt", "speculators": "speculators", "eagle1": "SafeAILab",
     "biases": "SafeAILab", "five": "SpecForge", "peagle": "ModelOpt",
+    "automodel": "Automodel",
 }  # fmt: skip
 
 
@@ -54,11 +55,13 @@ def layout_name(request) -> str:
     return request.param
 
 
-def _export(tmp_path, bases, layout, dtype="fp32") -> tuple[DraftRun, Reference]:
+def _export(tmp_path, bases, layout, dtype="fp32", **options) -> tuple[DraftRun, Reference]:
     draft = make_draft(tmp_path / "draft", layout)
     base = bases[layout.tied_base]
     checkpoints = (open_checkpoint(str(folder), tokenizer=False) for folder in (draft, base))
-    export_draft(*checkpoints, tmp_path / "bundle", DraftOptions(dtype))
+    export_draft(
+        *checkpoints, tmp_path / "bundle", DraftOptions(dtype, head=HeadOptions(**options))
+    )
     manifest = load_bundle(tmp_path / "bundle", DRAFT_BUNDLE)
     return DraftRun(tmp_path / "bundle", manifest), Reference(draft, base, layout)
 
@@ -79,6 +82,7 @@ def test_graphs_equal_the_reference(layout_name, draft_bases, tmp_path):
     assert (spec.base_hidden_size, spec.base_num_layers) == (BASE_HIDDEN, BASE_LAYERS)
     assert (spec.decoder.hidden_size, spec.decoder.kv.num_layers) == (layout.hidden, layout.layers)
     assert run.manifest.provenance["exporter"] == EXPORTERS[layout_name.split("_")[0]]
+    assert spec.num_candidates == layout.candidates
     verify_files(run.folder, run.manifest.files)
     assert ("fuse.onnx" in run.manifest.files) is spec.fuses
     drive(run, reference)
@@ -92,10 +96,31 @@ FAULTS = {
     "a feature of another width": ({}, {"mask_hidden": torch.ones(1, 9)}, "mask_hidden has shape"),
     "no feature": ({}, {"mask_hidden": None}, "draft has no tensor mask_hidden"),
     "other taps": ({"num_aux_hidden_states": 5}, {}, "num_aux_hidden_states = 5"),
-    "EAGLE-4": (
+    "another low-rank head": (
         {},
         {"efficient_lm_head.down_proj.weight": torch.ones(4, 96)},
-        "has efficient_lm_head.*, the head of EAGLE-4",
+        "the draft has efficient_lm_head.down_proj.weight; of a low-rank head",
+    ),
+    "a low-rank head without its down projection": (
+        {},
+        {"efficient_lm_head.weight": torch.ones(40, 4)},
+        "efficient_lm_head.weight and efficient_lm_head_down_proj.weight are read",
+    ),
+    "a low-rank head of other sizes": (
+        {},
+        {
+            "efficient_lm_head.weight": torch.ones(40, 5),
+            "efficient_lm_head_down_proj.weight": torch.ones(4, 96),
+        },
+        "efficient_lm_head.weight has shape [40, 5]",
+    ),
+    "no candidates": (
+        {"num_candidates": 0},
+        {
+            "efficient_lm_head.weight": torch.ones(40, 4),
+            "efficient_lm_head_down_proj.weight": torch.ones(4, 96),
+        },
+        "num_candidates = 0 is not positive",
     ),
     "a type for one of two layers": (
         {"layer_types": ["sliding_attention"], "sliding_window": 512},
@@ -135,6 +160,35 @@ def test_unsupported_features_of_newer_drafts_are_rejected(name, draft_bases, tm
     with pytest.raises(EdgeLLMError, match=re.escape(message)):
         export_draft(*checkpoints, tmp_path / "bundle", DraftOptions("fp32"))
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize("name", ["specforge_eagle31", "eagle1", "peagle"])
+@pytest.mark.parametrize("rank", [40, 10])
+def test_a_low_rank_head_is_the_svd_of_the_head(name, rank, draft_bases, tmp_path):
+    """With the whole rank, the candidates are those of the head itself."""
+    options = {"rank": rank, "num_candidates": 12}
+    layout = replace(LAYOUTS[name], candidates=12)
+    run, reference = _export(tmp_path, draft_bases, layout, **options)
+    assert run.manifest.draft.num_candidates == 12
+    if rank < 40 or name == "eagle1":  # whose head has 96 inputs and outputs
+        left, singular, right = torch.linalg.svd(reference.head, full_matrices=False)
+        reference.retrieval = left[:, :rank] * singular[:rank] @ right[:rank]
+    drive(run, reference)
+
+
+def test_options_of_a_low_rank_head_that_do_not_fit_are_rejected(draft_bases, tmp_path):
+    own, plain = LAYOUTS["automodel_eagle4_of_fewer_tokens"], LAYOUTS["angelslim"]
+    run, _ = _export(tmp_path / "own", draft_bases, own, num_candidates=9)
+    assert run.manifest.draft.num_candidates == 9
+    for layout, options, message in (
+        (own, {"rank": 4}, "the draft has a low-rank head of rank 16"),
+        (plain, {"num_candidates": 9}, "the draft has no low-rank head"),
+        (plain, {"rank": 41}, r"the head \[40, 96\] has a smaller rank"),
+    ):
+        with pytest.raises(EdgeLLMError, match=message) as caught:
+            _export(tmp_path / message[:9], draft_bases, layout, **options)
+        assert caught.value.hint
+        assert not (tmp_path / message[:9] / "bundle").exists()
 
 
 class EngineRun(DraftRun):
@@ -182,6 +236,7 @@ class CudaRun(EngineRun):
     [
         "biases",
         "eagle1",
+        "automodel_eagle4",
         "modelopt_base_head",
         "speculators_peagle",
         "speculators_qwen3",

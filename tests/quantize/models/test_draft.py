@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import make_checkpoint
 from draft_runs import DraftRun, drive
-from eagle_engines import EAGLE1, EAGLE3, WINDOW
+from eagle_engines import EAGLE1, EAGLE3, LOW_RANK, WINDOW
 from eagle_reference import Layout, Reference, make_draft
 from medusa_heads import make_heads
 from quantize_cases import decode, load, write_text
@@ -54,7 +54,7 @@ LAYOUTS = {
     ),
 }  # fmt: skip
 WINDOWED = {"window": WINDOW, "window_norms": replace(WINDOW, qk_norm=True)}
-ALL = {**LAYOUTS, **WINDOWED}
+ALL = {**LAYOUTS, **WINDOWED, "low_rank": replace(LOW_RANK, candidates=40)}
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +209,22 @@ def test_the_bundle_computes_with_the_quantized_weights(make, name, head, tmp_pa
     reference.tensors |= _decoded(load(job.output_dir))
     reference.head = reference.tensors.get("lm_head.weight", reference.head)
     drive(DraftRun(tmp_path / "bundle", manifest), reference)
+
+
+def test_a_low_rank_head_stays_float(make, tmp_path):
+    """Its head, whose rows it looks up, as well."""
+    job = make("low_rank", "int4_awq", tmp_path / "draft")
+    run_job(job, _quiet)
+    found, source = load(job.output_dir), load(Path(job.model_dir))
+    own = ["lm_head", "efficient_lm_head", "efficient_lm_head_down_proj"]
+    for name in own:
+        np.testing.assert_array_equal(found[f"{name}.weight"], source[f"{name}.weight"])
+    described = json.loads((job.output_dir / "hf_quant_config.json").read_text())["quantization"]
+    assert described["exclude_modules"] == ["embed_tokens", "fc", *own]
+    refused = replace(job, lm_head_quantization="int8", output_dir=tmp_path / "refused")
+    with pytest.raises(EdgeLLMError, match="looks up rows of the float head"):
+        run_job(refused, _quiet)
+    assert not refused.output_dir.exists()
 
 
 def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

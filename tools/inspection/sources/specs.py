@@ -96,6 +96,8 @@ def draft_facts(spec: DraftSpec) -> dict[str, str]:
         }
     else:
         own = {**decoder_facts(spec.decoder), "draft vocabulary": str(spec.draft_vocab_size)}
+    if spec.num_candidates:
+        own["low-rank head"] = f"retrieves {spec.num_candidates} tokens"
     if spec.mask_token_id is not None:
         own["tokens of a pass"] = str(spec.num_heads)
     if spec.block is not None:

@@ -71,12 +71,16 @@ class Eagle3:
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
         """See `Learner`: soft cross entropy with the base's distribution."""
         del step  # nothing is random
-        hidden, targets = self._predictions(batch, features)
-        importance = self._decay ** torch.arange(self.steps, device=hidden.device)
+        hidden, targets = self.predictions(batch, features)
         head = self.module.lm_head.weight.to(hidden.dtype)
-        return head_loss(hidden, head, targets, importance / importance.sum())
+        return head_loss(hidden, head, targets, self.importance(hidden.device))
 
-    def _predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+    def importance(self, device: torch.device) -> Tensor:
+        """Return the loss weight of each step, float32 [unrolls], with sum 1."""
+        found = self._decay ** torch.arange(self.steps, device=device)
+        return found / found.sum()
+
+    def predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return normed hidden states [unrolls, R, H] and the base's probabilities [R, Vd]."""
         ids, learned = batch.rows.ids.to(features.device), batch.learned.to(features.device)
         known = learned[:, 1:] & self._in_vocabulary[ids[:, 1:]]
@@ -91,7 +95,7 @@ class Eagle3:
 
     def hits(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         """See `Learner`; tokens outside of the head's vocabulary are misses."""
-        hidden, targets = self._predictions(batch, features)
+        hidden, targets = self.predictions(batch, features)
         logits = (x @ self.module.lm_head.weight.to(x.dtype).T for x in hidden)
         wanted = targets.argmax(-1)
         hits = torch.stack([(x.argmax(-1) == wanted).sum() for x in logits])

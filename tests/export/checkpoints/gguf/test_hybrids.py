@@ -16,7 +16,7 @@ from edgellm.core.manifest import DRAFT_BUNDLE, load_bundle
 from edgellm.export.checkpoints.checkpoint import read_whole
 from edgellm.export.checkpoints.weights import ONNX_TYPES
 from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.draft import DraftOptions, export_draft
+from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draft
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.export.pipeline.verify import run_portable
@@ -180,7 +180,7 @@ def test_an_mtp_draft_keeps_its_quantized_weights(tmp_path):
         "fp16": "gguf",
         "fp32": "none",
     }
-    chosen = DraftOptions("fp16", draft_vocab_size=40)
+    chosen = DraftOptions("fp16", head=HeadOptions(vocab_size=40))
     found = export_draft(*checkpoints, tmp_path / "chosen", chosen)
     assert (found.quantization, found.draft.draft_vocab_size) == ("gguf", 40)
 
