@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from edgellm.build.cli import choose_backend, own_flags
-from edgellm.build.encoder_cli import EncoderQuantize, build_encoder
-from edgellm.build.flags import (
-    Backend,
-    Device,
-    DryRun,
-    EngineDir,
-    FallbackPrecision,
-    LayerReport,
-    NoCheck,
-    OnnxDir,
-    OptLevel,
-    TargetSm,
-    Threads,
-    TimingCache,
-    Workspace,
-)
-from edgellm.core.cli import App, Overwrite, run_command
+from edgellm.build.encoder_cli import EncoderFlags, build_encoder, with_encoder_flags
+from edgellm.build.flags import EngineDir, OnnxDir
+from edgellm.core.cli import App, run_command
 from edgellm.core.commands.entry_points import NOTHING_HALF_WRITTEN
 
 app = App()
@@ -65,44 +51,22 @@ MaxPerImage = Annotated[
         "--maxImageTokens 2048 --quantize int8",
     ),
 )
+@with_encoder_flags
 def visual_build(
+    *,
     onnx_dir: OnnxDir,
     engine_dir: EngineDir,
     min_image_tokens: MinImageTokens = 4,
     max_image_tokens: MaxImageTokens = 1024,
     max_per_image: MaxPerImage = 512,
-    backend: Backend = "auto",
-    device: Device = "",
-    threads: Threads = 0,
-    quantize: EncoderQuantize = "none",
-    target_sm: TargetSm = "",
-    workspace: Workspace = 0,
-    fallback_precision: FallbackPrecision = "",
-    opt_level: OptLevel = None,
-    timing_cache: TimingCache = None,
-    layer_report: LayerReport = False,
-    no_check: NoCheck = False,
-    dry_run: DryRun = False,
-    overwrite: Overwrite = False,
+    encoder_flags: EncoderFlags,
 ) -> None:
     """Build a visual engine for this machine from the bundle of an encoder."""
     from edgellm.build.artifact_kinds import VISUAL
-    from edgellm.build.backends import options_of
     from edgellm.build.plan import image_plan
 
-    name = choose_backend(backend, device)
-    flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
-    flags["--fallbackPrecision"] = fallback_precision or None
-    plan = image_plan(
-        min_image_tokens,
-        max_image_tokens,
-        max_per_image,
-        threads,
-        quantize,
-        options_of(name, flags),
-        checks=not no_check,
-    )
-    build_encoder(VISUAL, onnx_dir, engine_dir, plan, name, is_dry_run=dry_run, overwrite=overwrite)
+    limited = partial(image_plan, min_image_tokens, max_image_tokens, max_per_image)
+    build_encoder(VISUAL, onnx_dir, engine_dir, encoder_flags, limited)
 
 
 def main() -> None:

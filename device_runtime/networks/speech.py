@@ -2,36 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.core import graph_io
-from edgellm.core.errors import EdgeLLMError
-from edgellm.core.graph_roles import AUDIO_ENCODER
+from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
+from edgellm.core.graph_roles import AUDIO_ENCODER, CROSS_KV
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.core.resources import trim
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32, I64
-from edgellm.device_runtime.networks.decoder import DecoderNetwork, network
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, network
+from edgellm.device_runtime.networks.shared_passes import SharedPasses
 from edgellm.device_runtime.runners.runner import Runner
 
 
 class SpeechNetwork:
-    """A loaded encoder of audio and its decoder, for one window at a time."""
+    """A loaded encoder of audio and its decoder, for the text of one window at a time.
 
-    def __init__(self, encoder: Runner, decoder: DecoderNetwork, audio: AudioSpec) -> None:
-        self._encoder, self._decoder, self._audio, self._length = encoder, decoder, audio, 0
-        self._cross: Mapping[str, F32] = {}  # an engine may have positions in pages
+    `beside` gives further ones of the same engine, for threads of their own: their tokens share
+    passes. The bits of a text do not depend on the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoder: Runner | None,
+        cross_kv: Runner,
+        decoder: DecoderNetwork,
+        audio: AudioSpec,
+    ) -> None:
+        """`encoder`: None: another network's encodes the windows."""
+        self._encoder, self._cross_kv, self._decoder = encoder, cross_kv, decoder
+        self._audio, self._length, self._kv = audio, 0, decoder.new_kv()
+        self._passes = SharedPasses(decoder)
+        self._keys: dict[int, F32] = {}  # of audio, of layers with alignment heads
         self._queries: list[F32] | None = None  # by token; None: not recorded
 
-    def listen(self, features: F32) -> None:
-        """Encode a window, log-mel features float32 [mel bins, F], and begin its text."""
-        self._cross = dict(self._encoder.run({graph_io.INPUT_FEATURES: features[None]}))
-        self._decoder.listen(self._cross)
+    def beside(self) -> list[SpeechNetwork]:
+        """Networks for the other windows of a batch, which share all memory but the text's."""
+        found = [copy(self) for _ in range(1, self._decoder.num_windows)]
+        for place, each in enumerate(found, 1):
+            each._kv = self._decoder.new_kv()
+            each._kv.window = place
+        return found
+
+    @property
+    def _heads(self) -> tuple[tuple[int, int], ...]:
+        return self._audio.alignment_heads
+
+    @property
+    def num_mel_bins(self) -> int:
+        """Of the features that its encoder takes; 0: it has none."""
+        return 0 if self._encoder is None else self._audio.num_mel_bins
+
+    def encode(self, features: F32) -> F32:
+        """Hidden states float32 [1, A, H] of a window, valid until the next one.
+
+        Args:
+            features: log-mel, float32 [mel bins, F].
+        """
+        assert self._encoder is not None
+        found = self._encoder.run({graph_io.INPUT_FEATURES: features[None]})
+        hidden = found[graph_io.ENCODER_HIDDEN]
         trim()  # the encoder's intermediates, 60 MB of a small model
+        return hidden
+
+    def listen(self, hidden: F32) -> None:
+        """Begin the text of a window with these hidden states, as `encode` gives them.
+
+        Threads must not `encode` or `listen` at the same time.
+        """
+        cross = dict(self._cross_kv.run({graph_io.ENCODER_HIDDEN: hidden}))
+        self._decoder.listen(cross, self._kv.window)
+        keys = {layer: cross[graph_io.cross_name(layer, "key")] for layer, _ in self._heads}
+        is_alone = self._decoder.num_windows == 1  # others overwrite the outputs
+        self._keys = keys if is_alone else {layer: each.copy() for layer, each in keys.items()}
         self.restart()
 
     def restart(self, *, records_queries: bool = False) -> None:
@@ -40,8 +91,13 @@ class SpeechNetwork:
         Args:
             records_queries: for `attention_to_audio`.
         """
-        self._decoder.kv.free()
+        with self._passes.alone():
+            self._kv.free()
         self._length, self._queries = 0, [] if records_queries else None
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """While this thread computes `logits`; see `SharedPasses.decoding`."""
+        return self._passes.decoding()
 
     @property
     def length(self) -> int:
@@ -50,7 +106,7 @@ class SpeechNetwork:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the text."""
-        self._decoder.kv.truncate(length)
+        self._kv.truncate(length)
         self._length = length
 
     def logits(self, token_ids: I64, rows: I64) -> F32:
@@ -58,7 +114,7 @@ class SpeechNetwork:
 
         The array is valid until the next call.
         """
-        found = self._decoder.run(token_ids, self._length, rows)
+        found = self._passes.run(SequencePart(self._kv, token_ids, self._length, rows))
         if self._queries is not None:
             self._queries[self._length :] = found.alignment_queries.copy()
         self._length += len(token_ids)
@@ -72,13 +128,13 @@ class SpeechNetwork:
             num_positions: of the encoder, from the window's begin; weights of all sum to 1.
         """
         assert self._queries is not None
-        heads = self._audio.alignment_heads
+        heads = self._heads
         queries = np.stack(self._queries[tokens]).reshape(
             len(self._queries[tokens]), len(heads), -1
         )
         found = np.empty((len(heads), len(queries), num_positions), np.float32)
         for at, (layer, head) in enumerate(heads):
-            pages = self._cross[graph_io.cross_name(layer, "key")][:, head]
+            pages = self._keys[layer][:, head]  # an engine may have positions in pages
             keys = pages.reshape(-1, pages.shape[-1])[: self._audio.num_positions]
             scores = queries[:, at] @ keys.T / np.float32(np.sqrt(keys.shape[1]))
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -91,11 +147,17 @@ class SpeechNetwork:
         return self.logits(token_ids, np.array([len(token_ids) - 1]))[0]
 
 
-def open_speech(folder: Path, engine: Engine) -> SpeechNetwork:
+def open_speech(folder: Path, engine: Engine, *, has_encoder: bool = True) -> SpeechNetwork:
     """Load an engine of a speech model.
+
+    Args:
+        folder: of the engine.
+        engine: its manifest.
+        has_encoder: False: its encoder is not loaded.
 
     Raises:
         EdgeLLMError: it has a language model, or as `runners.Backend.open_engine`.
+        BrokenArtifactError: its bundle is of an older edgellm.
     """
     spec = engine.decoder
     if spec.audio is None:
@@ -103,6 +165,18 @@ def open_speech(folder: Path, engine: Engine) -> SpeechNetwork:
             f"{folder} has a language model ({spec.model_type}), not a speech model",
             hint="give a speech model, such as openai/whisper-tiny",
         )
+    if CROSS_KV not in engine.graphs:
+        raise BrokenArtifactError(
+            f"{folder} was made by an older edgellm, whose graphs of audio were others",
+            hint="export the model again with edgellm-export llm, then run llm_build",
+        )
+    if not has_encoder:
+        kept = {role: each for role, each in engine.graphs.items() if role != AUDIO_ENCODER}
+        engine = replace(engine, graphs=kept)
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    decoder = network(opened, spec, engine.max_kv_cache_capacity)
-    return SpeechNetwork(opened[AUDIO_ENCODER], decoder, spec.audio)
+    return SpeechNetwork(
+        encoder=opened.get(AUDIO_ENCODER),
+        cross_kv=opened[CROSS_KV],
+        decoder=network(opened, spec, engine.max_kv_cache_capacity),
+        audio=spec.audio,
+    )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import EdgeLLMError, RequestError
-from edgellm.core.manifest import LLM_ENGINE, Engine, load_engine
+from edgellm.core.manifest import ENCODER_HASH, LLM_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.speech import open_speech
 from edgellm.device_runtime.speculate.drafters.draft import require_same_tokens
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.drafts import NGRAM, Draft, ModelDraft, NgramDraft
-from edgellm.device_runtime.transcription.fair_lock import FairLock
+from edgellm.device_runtime.transcription.fair_pool import FairPool
 from edgellm.device_runtime.transcription.languages import code_of
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
@@ -32,6 +33,7 @@ from edgellm.device_runtime.transcription.parts import (
     WholeRecording,
 )
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
+from edgellm.device_runtime.transcription.stable_words import StableWords
 from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
 from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
 from edgellm.device_runtime.transcription.windows import PartWindows, Window
@@ -57,6 +59,9 @@ class Segment:
     avg_logprob: float  # of a token, natural logarithm
     compression_ratio: float  # of the text
     no_speech_prob: float
+    # Natural logarithms of the tokens' probabilities after the rules, before temperature; NaN of
+    # words that were final while speech went on
+    logprobs: tuple[float, ...] = ()
     words: tuple[Word, ...] = ()  # with times of words
 
 
@@ -82,7 +87,11 @@ class Transcript:
 class Transcriber:
     """A loaded speech model; `close` or `with` frees its memory.
 
-    Threads may share it: windows of their recordings are computed in turns.
+    Threads may share it: windows of their recordings are computed in turns. The tokens of some
+    share passes, which has no effect on their texts.
+
+    Attributes:
+        num_windows: that share passes: the engine's batch size, or 1 with a draft model.
     """
 
     def __init__(
@@ -109,18 +118,20 @@ class Transcriber:
         # Tokens of earlier text in a prompt
         half = min(engine.decoder.max_positions, capacity) // 2 - 1
         self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
-        self._end_ids, self._draft = (
-            engine.eos_token_ids,
-            _open_draft(folder, engine, draft, verify),
-        )
-        self._decoder: WindowDecoder | None = WindowDecoder(
-            network=network,
-            spec=self.spec,
-            end_ids=engine.eos_token_ids,
-            capacity=capacity,
-            draft=self._draft,
-        )
-        self.turn = FairLock()  # held while a window is computed
+        self._end_ids, drafts = engine.eos_token_ids, _drafts(folder, engine, draft, verify)
+        decoders = [
+            WindowDecoder(
+                network=each,
+                spec=self.spec,
+                end_ids=engine.eos_token_ids,
+                capacity=capacity,
+                draft=own,
+            )
+            for each, own in zip([network, *network.beside()], drafts, strict=False)
+        ]
+        self.num_windows, self.draft_bins = len(decoders), decoders[0].draft_bins
+        self._decoders: FairPool[WindowDecoder] | None = FairPool(decoders)
+        self._encoding = threading.Lock()
 
     def __enter__(self) -> Transcriber:
         """`with Transcriber(...) as model:` closes it at the end."""
@@ -131,16 +142,26 @@ class Transcriber:
         self.close()
 
     def close(self) -> None:
-        """Free the memory after the running window; unfinished transcripts fail."""
-        with self.turn:
-            self._decoder = self._draft = None
+        """Free the memory after the running windows; unfinished transcripts fail."""
+        with ExitStack() as stack:
+            for _ in range(self.num_windows if self._decoders is not None else 0):
+                stack.enter_context(self.window_decoder())
+            self._decoders = None
 
-    @property
-    def decoder(self) -> WindowDecoder:
-        """The decoder of windows; raises `EdgeLLMError` after `close`."""
-        if self._decoder is None:
-            raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
-        return self._decoder
+    @contextmanager
+    def window_decoder(self) -> Iterator[WindowDecoder]:
+        """A decoder for one window, which other threads do not have until the end.
+
+        Raises:
+            EdgeLLMError: the transcriber was closed.
+        """
+        decoders = self._decoders
+        if decoders is not None:
+            with decoders.taken() as found:
+                if self._decoders is not None:
+                    yield found
+                    return
+        raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
 
     def transcribe(
         self, audio: Path | str | F32, options: TranscriptionOptions | None = None
@@ -159,10 +180,14 @@ class Transcriber:
         self.require(options)
         samples = read_audio(Path(audio)) if isinstance(audio, Path | str) else audio
         parts = SpeechParts(samples, self.window_size) if options.vad else WholeRecording(samples)
-        return Transcription(self, parts, options)
+        return Transcription(model=self, audio=parts, options=options)
 
     def transcribe_stream(
-        self, chunks: Iterable[F32], options: TranscriptionOptions | None = None
+        self,
+        chunks: Iterable[F32],
+        options: TranscriptionOptions | None = None,
+        *,
+        on_words: Callable[[str], object] | None = None,
     ) -> Transcription:
         """Begin a transcript of audio that is still being recorded, cut at pauses.
 
@@ -171,12 +196,16 @@ class Transcriber:
         Args:
             chunks: samples as `transcribe` takes them, of any length; they may block.
             options: None: the defaults.
+            on_words: called while speech goes on, with the text so far of the next segment, which
+                begins with it. Speech is then decoded again and again. Not with timestamps.
 
         Raises:
             RequestError: as `transcribe` with `vad`.
         """
-        audio = SpeechStream(chunks, self.window_size)
-        return Transcription(self, audio, options or TranscriptionOptions())
+        options = options or TranscriptionOptions()
+        is_partial = on_words is not None and options.timestamps == NO_TIMES
+        audio = SpeechStream(chunks, self.window_size, is_partial=is_partial)
+        return Transcription(model=self, audio=audio, options=options, on_words=on_words)
 
     @property
     def window_size(self) -> int:
@@ -215,25 +244,15 @@ class Transcriber:
             )
         return tuple(found)
 
-    def detect_language(self) -> str:
-        """The most probable language of the window that was listened to last."""
-        network = self.decoder.network
-        logits = network.next_logits(np.array([self.spec.start_id]))
-        codes = sorted(self.spec.languages, key=self.spec.languages.__getitem__)
-        scores = logits[[self.spec.languages[code] for code in codes]]
-        network.restart()
-        return codes[int(scores.argmax())]
+    def detect_language(self, decoder: WindowDecoder) -> str:
+        """The most probable language of the window that a decoder listens to."""
+        languages = sorted(self.spec.languages.items(), key=lambda each: each[1])
+        return languages[decoder.most_probable([token for _, token in languages])][0]
 
-    def listen(self, window: Window) -> None:
-        """Encode a window."""
-        self.decoder.network.listen(window.features)
-        if self._draft is not None:
-            self._draft.listen(window.draft_features)
-
-    @property
-    def draft_bins(self) -> int:
-        """Mel bins of the features that a draft listens to; 0: it does not listen."""
-        return 0 if self._draft is None else self._draft.num_mel_bins
+    def listen(self, decoder: WindowDecoder, window: Window) -> None:
+        """Encode a window, one at a time."""
+        with self._encoding:
+            decoder.listen(window)
 
 
 class Transcription:
@@ -246,13 +265,21 @@ class Transcription:
         before_pass: called before forward passes; what it raises ends the transcript.
     """
 
-    def __init__(self, model: Transcriber, audio: Audio, options: TranscriptionOptions) -> None:
+    def __init__(
+        self,
+        *,
+        model: Transcriber,
+        audio: Audio,
+        options: TranscriptionOptions,
+        on_words: Callable[[str], object] | None = None,
+    ) -> None:
         """Compute nothing yet; raises as `Transcriber.transcribe`."""
         model.require(options)
         self._model, self._audio, self._options = model, audio, options
         self._prompt_ids = model.prompt_ids(options.prompt)
         self.task, self.language = options.task, code_of(options.language or "")
         self.before_pass: Callable[[], object] = _no_check
+        self._on_words = on_words
 
     @property
     def duration_s(self) -> float:
@@ -261,18 +288,23 @@ class Transcription:
 
     def __iter__(self) -> Iterator[Segment]:
         """Its segments, as they are computed."""
-        stream = self._model.tokenizer.stream()
+        stream, bytes_of = self._model.tokenizer.stream(), self._model.tokenizer.token_bytes
         so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
+        words = StableWords(bytes_of)  # of the next part
         for part in self._audio.parts():
             windows = PartWindows(part, self._model.spec, self._model.draft_bins)
             for window in windows:
-                with self._model.turn:
-                    previous = so_far if may_condition else self._prompt_ids
-                    found, times = self._decode(window, previous)
+                previous = so_far if may_condition else self._prompt_ids
+                if not part.is_complete:
+                    self._hear(window, previous, words)
+                    break
+                with self._model.window_decoder() as decoder:
+                    found, times = self._decode(decoder, window, previous, words.token_ids)
                 may_condition = (
                     self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
                 )
-                if found.is_silent(self._options):
+                is_heard, words = bool(words.token_ids), StableWords(bytes_of)
+                if found.is_silent(self._options) and not is_heard:
                     windows.advance(window.num_frames)
                     continue
                 spans, covered = split_window(self._model.spec, found.token_ids, window.num_frames)
@@ -301,34 +333,60 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _decode(self, window: Window, previous: Sequence[int]) -> tuple[WindowText, list[float]]:
+    def _hear(self, window: Window, previous: Sequence[int], words: StableWords) -> None:
+        """Decode speech that goes on, and show its words that became final.
+
+        A poor or silent text, which a complete window would not keep, is left out.
+        """
+        assert self._on_words is not None
+        options, model, language = self._options, self._model, self.language
+        with model.window_decoder() as decoder:
+            found, _ = self._decode(
+                decoder, window, previous, words.token_ids, options.temperatures[:1]
+            )
+        is_kept = not (found.is_silent(options) or found.is_poor(options, model.vocab_size))
+        count = len(found.token_ids) - (not found.end)  # the capacity has room for a token more
+        if is_kept and words.add([*self._words(found.token_ids[:count])], self.language):
+            self._on_words(model.tokenizer.decode(words.token_ids).strip())
+        elif not words.token_ids:
+            self.language = language  # it is detected again, in more audio
+
+    def _decode(
+        self,
+        decoder: WindowDecoder,
+        window: Window,
+        previous: Sequence[int],
+        prefix: Sequence[int],
+        temperatures: Sequence[float] = (),
+    ) -> tuple[WindowText, list[float]]:
         """The text of a window at the first temperature with a text that is not poor.
 
         Also the seconds in the window at which its tokens end; [] if words have no times.
         """
         options, model = self._options, self._model
         self.before_pass()
-        model.listen(window)
+        model.listen(decoder, window)
         if not self.language:
-            self.language = model.detect_language() if model.spec.languages else "en"
+            self.language = model.detect_language(decoder) if model.spec.languages else "en"
         has_timestamps = options.timestamps != NO_TIMES or window.is_of_several
         prompt = self._prompt(previous, has_timestamps=has_timestamps)
         aligns, found = options.timestamps == WORD_TIMES, None
-        for temperature in options.temperatures:
-            found = model.decoder.decode(
+        for temperature in temperatures or options.temperatures:
+            found = decoder.decode(
                 prompt,
                 timestamps=has_timestamps,
                 temperature=temperature,
                 seed=options.seed + window.seek,
                 aligns=aligns,
                 before_pass=self.before_pass,
+                prefix=prefix,
             )
             if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
                 break
         assert found is not None  # there are temperatures
         if not aligns or found.is_silent(options):
             return found, []
-        positions = model.decoder.align(prompt, found, window.num_positions)
+        positions = decoder.align(prompt, found, window.num_positions)
         return found, [position * _STEP_S for position in positions]
 
     def _prompt(self, previous: Sequence[int], *, has_timestamps: bool) -> Prompt:
@@ -363,6 +421,7 @@ class Transcription:
                 avg_logprob=found.avg_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=found.no_speech_prob,
+                logprobs=found.logprobs[first : first + len(span.token_ids)],
                 words=self._timed_words(window, span.token_ids, ends[first:]) if times else (),
             )
             first += len(span.token_ids)
@@ -389,17 +448,21 @@ class Transcription:
         return (token for token in token_ids if token < first)
 
 
-def _open_draft(
+def _drafts(
     folder: Path, engine: Engine, draft: Path | str, verify: bool | None
-) -> Draft | None:
+) -> Iterable[Draft | None]:
+    """Drafts of windows of a batch; a model drafts for one."""
     if not draft:
-        return None
+        return itertools.repeat(None)
     if draft == NGRAM:
-        return NgramDraft()
+        return iter(NgramDraft, None)
     path = Path(draft)
     found, audio = load_engine(path, LLM_ENGINE), engine.decoder.audio
+    encoders = [each.provenance.get(ENCODER_HASH) for each in (engine, found)]
+    shares_encoder = encoders[0] is not None and encoders[0] == encoders[1]
     with FileCheck(path, found.files, verify):
-        network, own = open_speech(path, found), found.decoder.audio
+        network = open_speech(path, found, has_encoder=not shares_encoder)
+    own = found.decoder.audio
     assert audio is not None
     assert own is not None
     require_same_tokens(folder, path)
@@ -411,7 +474,7 @@ def _open_draft(
             f"{path} has other windows or another capacity than {folder}",
             hint="build both engines with the same --maxKVCacheCapacity",
         )
-    return ModelDraft(network, min(found.eos_token_ids), own.num_mel_bins)
+    return [ModelDraft(network, min(found.eos_token_ids))]
 
 
 def _no_check() -> None:

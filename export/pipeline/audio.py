@@ -12,8 +12,8 @@ from edgellm.export import audio
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.config.audio import extractor_settings
 from edgellm.export.config.reader import ConfigReader
-from edgellm.export.graph.audio import build_audio
 from edgellm.export.graph.bundle_files import Progress
+from edgellm.export.graph.encoder import build_audio
 from edgellm.export.pipeline.encoder import EncoderOptions, Modality, export_encoder
 
 

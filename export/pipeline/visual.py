@@ -13,7 +13,7 @@ from edgellm.export import visual
 from edgellm.export.checkpoints.checkpoint import Checkpoint
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.graph.bundle_files import Progress
-from edgellm.export.graph.visual import build_visual
+from edgellm.export.graph.encoder import build_visual
 from edgellm.export.pipeline.encoder import EncoderOptions, Modality, export_encoder
 from edgellm.multimodal import processors
 

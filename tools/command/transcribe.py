@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +63,15 @@ Live = Annotated[
         rich_help_panel="Input",
     ),
 ]
+Partial = Annotated[
+    bool,
+    typer.Option(
+        "--partial/--no_partial",
+        help="Print words of --live and --mic as soon as two decodings agree on them. Without it, "
+        "each line is computed once, at its end. Texts with times have whole lines.",
+        rich_help_panel="Output",
+    ),
+]
 Format = Annotated[
     str,
     typer.Option(
@@ -109,6 +120,7 @@ def transcribe(
     output_dir: OutputDir = None,
     mic: Mic = False,
     live: Live = False,
+    partial: Partial = True,
     draft: Draft = "",
     quantize: Quantize = None,
     fast: Fast = False,
@@ -154,7 +166,26 @@ def transcribe(
             _print(write(transcriber.transcribe(samples, options)))
             return
         with stopped_by_interrupt(audio):
-            _print(write(transcriber.transcribe_stream(audio, options)))
+            if partial and write is formats.lines:
+                _print_words(transcriber, audio, options)
+            else:
+                _print(write(transcriber.transcribe_stream(audio, options)))
+
+
+def _print_words(transcriber: Transcriber, audio: LiveAudio, options: TranscriptionOptions) -> None:
+    """Print a line for each segment, whose words come as soon as they are final."""
+    shown = ""
+
+    def show(text: str) -> None:
+        nonlocal shown
+        typer.echo(text[len(shown) :], nl=False)
+        shown = text
+
+    for segment in transcriber.transcribe_stream(audio, options, on_words=show):
+        if text := segment.text.strip():
+            show(text)
+            typer.echo()
+        shown = ""
 
 
 def _print(pieces: Iterable[str]) -> None:
@@ -221,24 +252,48 @@ def _transcribe_files(
     options: TranscriptionOptions,
     write: Write,
 ) -> None:
-    """Transcribe one file after the other; raises `EdgeLLMError` at the end if some failed."""
-    from edgellm.core.artifact import replace_file
+    """Transcribe files in their order, as many at once as the engine's batch has windows.
 
-    num_failed = 0
-    for file, target in targets:
+    Raises:
+        EdgeLLMError: at the end, if some failed.
+    """
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise KeyboardInterrupt
+
+    def content(file: str) -> str:
+        found = transcriber.transcribe(_samples(file), options)
+        found.before_pass = check
+        return "".join(write(found))
+
+    with ThreadPoolExecutor(transcriber.num_windows) as threads:
+        running = [threads.submit(content, file) for file, _ in targets]
         try:
-            content = "".join(write(transcriber.transcribe(_samples(file), options)))
-        except RequestError as error:
-            num_failed += 1
-            typer.echo(f"error: {error}", err=True)
-            continue
-        replace_file(target, content)
-        typer.echo(str(target))
+            pairs = zip(targets, running, strict=True)
+            num_failed = sum(not _is_written(target, each) for (_, target), each in pairs)
+        finally:  # an interrupt ends the others before their next pass
+            is_over.set()
+            threads.shutdown(wait=False, cancel_futures=True)
     if num_failed:
         raise EdgeLLMError(
             f"{num_failed} of {len(targets)} files were not transcribed",
             hint="the lines above say why",
         )
+
+
+def _is_written(target: Path, content: Future[str]) -> bool:
+    """Write a transcript when it is computed; print its error if it is not."""
+    from edgellm.core.artifact import replace_file
+
+    try:
+        replace_file(target, content.result())
+    except RequestError as error:
+        typer.echo(f"error: {error}", err=True)
+        return False
+    typer.echo(str(target))
+    return True
 
 
 def _samples(file: str) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
-"""Graph of a visual encoder: an image (or its tiles) to the language model's embeddings.
+"""Graphs of a chat model's encoders: an image (or its tiles), or an audio clip, to embeddings.
 
-Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. A run has one image, so no mask
-between images is needed.
+Inputs and outputs are those of `edgellm.core.graph_io`; opset 24. A run has one image or clip, so
+no mask between them is needed.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from typing import Any
 import onnx_ir as ir
 
 from edgellm.core import graph_io
-from edgellm.core.model_spec import VisionSpec
+from edgellm.core.model_spec import AudioEncoderSpec, VisionSpec
 from edgellm.export.checkpoints.weights import Weights
 from edgellm.export.graph.decoder_io import declare, finish, typed
 from edgellm.export.graph.encoder_weights import encoder_weights
 from edgellm.export.onnx.builder import Op
+from edgellm.multimodal import audio_features
 
 _PATCHES, _TOKENS, _TILES = "patches", "image_tokens", "tiles"
 _WINDOWS, _SLOTS = "windows", "window_slots"
+_ROWS = "embed_rows"  # of a clip
 
 
 def build_visual(
     encoder: ModuleType, config: Any, weights: Weights, dtype: ir.DataType
 ) -> tuple[ir.Model, Op]:
-    """Record the whole graph without reading weight data.
+    """Record the whole graph of a visual encoder without reading weight data.
 
     Args:
         encoder: a module of `edgellm.export.visual`.
@@ -39,9 +41,8 @@ def build_visual(
     Raises:
         BrokenArtifactError: the checkpoint has no encoder, or one with wrong shapes.
     """
-    op = Op(dtype)
-    spec = config.spec("", 0)
-    inputs = _declare_inputs(spec, dtype)
+    op, spec = Op(dtype), config.spec("", 0)
+    inputs = _image_inputs(spec, dtype)
     model = encoder.Model(config, encoder_weights(weights, encoder.Model.parts))
     tokens, *levels = model.forward(op, inputs)
     shape = [_TOKENS, spec.hidden_size]
@@ -54,8 +55,32 @@ def build_visual(
     return finish(op, "visual_encoder", list(inputs.values()), outputs), op
 
 
-def _declare_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]:
-    """Inputs of a graph by contract name."""
+def build_audio(
+    encoder: ModuleType, config: Any, weights: Weights, dtype: ir.DataType
+) -> tuple[ir.Model, Op]:
+    """As `build_visual`, of an audio encoder: a module of `edgellm.export.audio`."""
+    op, spec = Op(dtype), config.spec(encoder.TINY["model_type"], 0)
+    inputs = _clip_inputs(spec, dtype)
+    model = encoder.Model(config, encoder_weights(weights, encoder.Model.parts))
+    shape = [_ROWS, spec.hidden_size]
+    rows = typed(model.forward(op, inputs), dtype, shape, graph_io.AUDIO_EMBEDS)
+    return finish(op, "audio_encoder", list(inputs.values()), [rows]), op
+
+
+def _clip_inputs(spec: AudioEncoderSpec, dtype: ir.DataType) -> dict[str, ir.Value]:
+    """Inputs of an audio encoder by contract name."""
+    integer = ir.DataType.INT64
+    kinds = {
+        graph_io.AUDIO_MASK: ir.DataType.BOOL,
+        graph_io.AUDIO_ROWS: integer,
+        graph_io.AUDIO_SLOTS: integer,
+    }
+    shapes = audio_features.shapes(spec)
+    return {name: declare(name, kinds.get(name, dtype), shape) for name, shape in shapes.items()}
+
+
+def _image_inputs(spec: VisionSpec, dtype: ir.DataType) -> dict[str, ir.Value]:
+    """Inputs of a visual encoder by contract name."""
     if spec.image_size:
         shape = [_TILES, 3, spec.image_size, spec.image_size]
         return {graph_io.PIXEL_VALUES: declare(graph_io.PIXEL_VALUES, dtype, shape)}
