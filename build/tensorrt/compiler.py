@@ -42,6 +42,7 @@ from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, VisionS
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
 _NAMES = {DECODER: "llm"}  # of files, if not the role's name
@@ -113,6 +114,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     rows, cache = max(each.max_rows for each in passes), bundle.cache
     if cache is not None and (cached := _plan_cache(by_role, bundle, plan)) is not None:
         cache = dataclasses.replace(cache, dtype=cached.dtype)
+        if cached.kernels is not None:  # else the build ends when it registers them
+            require_attributes(target.library.trt)
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
     answers = plan.max_batch_size

@@ -33,8 +33,8 @@ NIGHTLY = {
     "10.15": "tensorrt-cu13-bindings==10.15.1.29",
 }
 CUDA_PYTHON = {
-    "12": "cuda-bindings==12.9.4\ncuda-pathfinder==1.3.3",
-    "13": "cuda-bindings==13.0.3\ncuda-pathfinder==1.3.3",
+    "12": "cuda-bindings==12.9.10\ncuda-pathfinder==1.9.1",
+    "13": "cuda-bindings==13.5.0\ncuda-pathfinder==1.9.1",
 }
 NUMPY_1 = "numpy==1.26.4\nml_dtypes==0.5.4"
 # Wheels of all of these exist for these versions of Python.
