@@ -73,6 +73,7 @@ def run(
     version: str = "",
     numpy: str = "2",
     cuda: str = "13",
+    is_pips: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> str:
     """What a script of this folder prints; skips the test if a package cannot be downloaded.
@@ -84,6 +85,7 @@ def run(
         version: of TensorRT's bindings, a key of `EACH_CHANGE` or `NIGHTLY`; "": none.
         numpy: "1", or "2" for the installed one.
         cuda: of cuda-python, a key of `CUDA_PYTHON`.
+        is_pips: the module `tensorrt` is pip's, which imports the bindings; else JetPack's.
         variables: of its environment.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
@@ -94,7 +96,7 @@ def run(
     if numpy == "1":
         paths.insert(0, downloaded.pinned("numpy-1.26", NUMPY_1))
     if version:
-        paths.insert(0, _package(version, libraries))
+        paths.insert(0, _package(version, libraries, is_pips=is_pips))
     found = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(script))],
         input=json.dumps(asked),
@@ -112,13 +114,16 @@ def run(
     return found.stdout
 
 
-def _package(version: str, libraries: Path) -> Path:
-    """A folder with the module `tensorrt`: bindings under this name, as in JetPack's package."""
+def _package(version: str, libraries: Path, *, is_pips: bool) -> Path:
+    """A folder with the module `tensorrt`."""
     bindings = downloaded.pinned(f"tensorrt-{version}", {**EACH_CHANGE, **NIGHTLY}[version])
-    folder = libraries / f"site-{version}"
+    folder = libraries / f"site-{version}-{is_pips}"
     if not folder.exists():
-        hidden = folder / "tensorrt_bindings"  # the installed ones
-        hidden.mkdir(parents=True)
-        (hidden / "__init__.py").touch()
-        (folder / "tensorrt").symlink_to(bindings / "tensorrt_bindings")
+        # JetPack's package has the bindings under the name `tensorrt`, pip's imports them.
+        place, other = ("tensorrt_bindings", "tensorrt")[:: 1 if is_pips else -1]
+        (folder / other).mkdir(parents=True)
+        (folder / place).symlink_to(bindings / "tensorrt_bindings")
+        names = "*", "__version__"
+        lines = [f"from tensorrt_bindings import {name}\n" for name in names if is_pips]
+        (folder / other / "__init__.py").write_text("".join(lines))  # or hides installed ones
     return folder

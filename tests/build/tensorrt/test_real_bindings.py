@@ -12,6 +12,7 @@ import real_bindings
 import tensorrt_names
 
 from edgellm.build.tensorrt.lowering.op_table import Version
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import FIRST_QUICK_PLUGINS
 
 PLUGINS = {
     "store_rows": ["HALF"],
@@ -43,7 +44,7 @@ CASES = [
     for version in real_bindings.NIGHTLY
     for numpy in ("1", "2")
 ]
-Ask = Callable[[str, str], dict[str, Any]]
+Ask = Callable[..., dict[str, Any]]
 every_version = pytest.mark.parametrize(("version", "numpy"), CASES)
 
 
@@ -55,9 +56,14 @@ def ask(tmp_path_factory) -> Ask:
     used = {path: calls for path, calls in shared.items() if not _is_of_rtx(path)}
 
     @functools.cache
-    def found(version: str, numpy: str) -> dict[str, Any]:
+    def found(version: str, numpy: str, *, is_pips: bool = False) -> dict[str, Any]:
         printed = real_bindings.run(
-            "bindings_child.py", libraries, {"names": used}, version=version, numpy=numpy
+            "bindings_child.py",
+            libraries,
+            {"names": used},
+            version=version,
+            numpy=numpy,
+            is_pips=is_pips,
         )
         return json.loads(printed.splitlines()[-1])
 
@@ -75,7 +81,7 @@ def _number(version: str) -> Version:
 
 def _repeats(version: str, numpy: str) -> bool:
     """Bindings that repeat a field's first byte."""
-    return numpy == "2" and _number(version) < (10, 15)
+    return numpy == "2" and _number(version) < (10, 16)
 
 
 @every_version
@@ -83,10 +89,10 @@ def test_every_name_exists(ask, version, numpy):
     found = ask(version, numpy)
     assert found["trt"].startswith(f"{version}.")
     assert found["numpy"].startswith(f"{numpy}.")
-    newer = {path for path, since in SINCE.items() if _number(version) < since}
-    if _number(version) < (10, 9):
-        newer |= {path for path in tensorrt_names.names()[0] if path.startswith("plugin.")}
-    assert {*found["names"]["missing"]} == newer
+    missing = {*found["names"]["missing"]}
+    if _number(version) < FIRST_QUICK_PLUGINS:
+        missing = {path for path in missing if not path.startswith("plugin.")}
+    assert missing == {path for path, since in SINCE.items() if _number(version) < since}
     assert found["names"]["refused"] == found["overridden"] == []
 
 
@@ -138,6 +144,17 @@ def test_each_layer_keeps_its_own_attribute(ask, version, numpy):
     assert found["types"] == PLUGINS
     layers = [json.loads(text)["layer"] for text in found["expected"]]
     assert layers == [*range(40)]
-    stages = ("plan", "contexts") if _number(version) < (10, 9) else ("nodes",)
+    stages = ("plan", "contexts") if _number(version) < FIRST_QUICK_PLUGINS else ("nodes",)
     for stage in stages:
         assert found[stage] == dict.fromkeys(PLUGINS, found["expected"])
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["10.13", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("10.9", "11.4"))],
+)
+def test_plugins_of_pips_packages(ask, version):
+    """Its module `tensorrt` has no `plugin`; that of the bindings makes the same nodes."""
+    found = ask(version, "1", is_pips=True)["plugins"]
+    assert found["module"] == "tensorrt_bindings.plugin"
+    assert found["nodes"] == dict.fromkeys(PLUGINS, found["expected"])
