@@ -2,14 +2,15 @@
 #   docker build -f docker/device.Dockerfile -t edgellm-device .
 #   docker run --rm -v "$PWD:/models" edgellm-device llm_build --onnxDir bundle --engineDir engine
 # On a Jetson, on an image of NVIDIA's that brings CUDA and TensorRT of the board's release.
-# JetPack 6.1, 6.2 (TensorRT 10.3; its driver is of CUDA 12, hence CUDA_PYTHON):
+# JetPack 6.1, 6.2 (TensorRT 10.3, whose bindings need NumPy 1; a driver of CUDA 12):
 #   docker build -f docker/device.Dockerfile --build-arg BASE=<l4t-jetpack image of r36.4> \
-#     --build-arg EXTRAS=device,tensorrt,chat --build-arg CUDA_PYTHON='cuda-python<13' -t edgellm-device .
-# JetPack 7.0, 7.1 (TensorRT 10.13.3) and 7.2 (10.16): an image for SBSA with that TensorRT
+#     --build-arg PACKAGES="cuda-python<13 numpy<2 ml_dtypes<0.6" -t edgellm-device .
+# JetPack 7.0, 7.1: an image for SBSA with TensorRT 10.13.3, whose bindings need NumPy 1, too
 #   docker build -f docker/device.Dockerfile --build-arg BASE=<TensorRT image for arm64> \
-#     --build-arg EXTRAS=device,tensorrt,chat -t edgellm-device .
-# Either way:
-#   docker run --rm --runtime nvidia -v "$PWD:/models" edgellm-device edgellm-doctor
+#     --build-arg PACKAGES="cuda-python numpy<2 ml_dtypes<0.6" -t edgellm-device .
+# JetPack 7.2 (10.16), DGX Spark and x86: the same with PACKAGES=cuda-python
+# On a Jetson; --gpus all in place of --runtime nvidia elsewhere:
+#   docker run --rm --runtime nvidia --group-add video --group-add "$(getent group render | cut -d: -f3)" -v "$PWD:/models" edgellm-device edgellm-doctor
 # Engines belong to the machine: build them in a container on the device, not in the image.
 ARG BASE=python:3.12-slim
 
@@ -27,7 +28,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${BASE}
 ARG EXTRAS=device,chat
-ARG CUDA_PYTHON=
+ARG PACKAGES=
 ENV PATH=/usr/local/cuda/bin:${PATH} CPATH=/usr/local/cuda/include LIBRARY_PATH=/usr/local/cuda/lib64
 COPY --from=wheel /wheels /wheels
 # JetPack images have Python without venv, and TensorRT's bindings among the system's packages;
@@ -39,7 +40,7 @@ RUN if ! python3 -m venv --help >/dev/null 2>&1 || ! python3 -c "import ensurepi
         apt-get update && apt-get install -y --no-install-recommends python3-dev build-essential \
         && rm -rf /var/lib/apt/lists/*;; esac \
     && python3 -m venv --system-site-packages /opt/edgellm \
-    && /opt/edgellm/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]" ${CUDA_PYTHON:+"${CUDA_PYTHON}"} \
+    && /opt/edgellm/bin/pip install --no-cache-dir "$(ls /wheels/*.whl)[${EXTRAS}]" ${PACKAGES} \
     && useradd --create-home edgellm
 ENV PATH=/opt/edgellm/bin:${PATH}
 USER edgellm

@@ -122,8 +122,8 @@ def test_commands_have_these_flags(path, apps):
     for block in _blocks(path):
         for words in _command_lines(_typed(block)):
             name, arguments = words[0], words[1:]
-            if f"{name} {arguments[0]}" in apps:
-                name, arguments = f"{name} {arguments[0]}", arguments[1:]
+            if (longer := " ".join(words[:2])) in apps:
+                name, arguments = longer, words[2:]
             command = apps[name]
             assert not isinstance(command, TyperGroup)
             command.make_context(name, arguments)  # raises the error that a user would get

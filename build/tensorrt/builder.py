@@ -17,6 +17,7 @@ from edgellm.build.tensorrt.build_monitor import EngineFile, progress_monitor
 from edgellm.build.tensorrt.engine_layers import inspect_engine
 from edgellm.build.tensorrt.kernel_log import Kernel, read_kernels
 from edgellm.build.tensorrt.known_faults import compiler_switches, has_fp4, known_refusal, switches
+from edgellm.build.tensorrt.memory_estimate import FullCompiler
 from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.build.tensorrt.plugins import register
@@ -92,7 +93,7 @@ def build(
             done = file.receive(builder, network, config)
         file.close()
         if not done and not pending:
-            raise _not_compiled(target, model, log)
+            raise _not_compiled(target, options, model, log)
         del monitor
         caches = _caches_in_place(trt, network)
         _save_timing_cache(config, options)
@@ -115,9 +116,12 @@ def _switches(target: Target, model: ir.Model, report: Report) -> str:
     return words
 
 
-def _not_compiled(target: Target, model: ir.Model, log: LibraryLog) -> EdgeLLMError:
+def _not_compiled(
+    target: Target, options: TensorRtOptions, model: ir.Model, log: LibraryLog
+) -> EdgeLLMError:
     failure = log.failure(f"{target.library.label} does not compile the graph")
-    known = known_refusal(target, model, str(failure))
+    full = FullCompiler.of(target.library, options)
+    known = known_refusal(target, model, str(failure), full.remedy if full else "")
     return EdgeLLMError(str(failure), hint=known) if known else failure
 
 
@@ -160,7 +164,7 @@ def _parse(
     log: LibraryLog,
 ) -> None:
     """Parse the graph; weights are passed by address, which the network keeps, or by file."""
-    if not hasattr(parser, "load_initializer"):  # TensorRT 10.3
+    if not hasattr(parser, "load_initializer"):  # of 10.13
         if not parser.parse_from_file(str(graph)):
             raise _refusal(parser, target, log)
         return

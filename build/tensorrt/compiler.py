@@ -42,7 +42,7 @@ from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, VisionS
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
-from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
 _NAMES = {DECODER: "llm"}  # of files, if not the role's name
@@ -114,6 +114,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     rows, cache = max(each.max_rows for each in passes), bundle.cache
     if cache is not None and (cached := _plan_cache(by_role, bundle, plan)) is not None:
         cache = dataclasses.replace(cache, dtype=cached.dtype)
+        if cached.kernels is not None:  # else the build ends when it registers them
+            require_attributes(target.library.trt)
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
     answers = plan.max_batch_size
@@ -128,22 +130,13 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         device_bytes=_device_bytes(options),
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
-        full=_full_compiler(target.library, options),
+        full=FullCompiler.of(target.library, options),
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
     if places is None:
         return found
     adapters = places.num_bytes(by_role[DECODER].graph, _dtype(bundle.dtype))
     return dataclasses.replace(found, adapter_bytes=adapters)
-
-
-def _full_compiler(library: Library, options: TensorRtOptions) -> FullCompiler | None:
-    """None of TensorRT-RTX, which `memory_estimate` was measured with."""
-    if library.is_ahead_of_time:
-        return None
-    return FullCompiler(
-        maps_weights=library.maps_weights, workspace_bytes=options.workspace_mib << 20
-    )
 
 
 def _plan_cache(models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan) -> CachePlan | None:

@@ -14,6 +14,7 @@ where 10.13.3 and 10.14.1 do not compile an engine with plugins.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from edgellm.core.graph_io import STATE_TABLE
 SWITCHES = "__LUNOWUD"
 _NEVER = (99, 0)
 _ORIN = 87
+# As in https://github.com/NVIDIA/TensorRT/issues/4258, of 10.3
+_NO_MEMORY = re.compile(r"out ?of ?memory|allocator error|could not be allocated", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +74,17 @@ def has_fp4(model: ir.Model) -> bool:
     return any(value.dtype == ir.DataType.FLOAT4E2M1 for value in stored)
 
 
-def known_refusal(target: Target, model: ir.Model, words: str) -> str:
+def known_refusal(target: Target, model: ir.Model, words: str, larger: str = "") -> str:
     """A hint for a graph that was not compiled; "" if none is known.
 
     Args:
         target: library and GPU.
         model: the graph.
         words: the library's messages.
+        larger: what to do where memory is too small; "": unknown.
     """
+    if larger and _NO_MEMORY.search(words):
+        return f"TensorRT had too little memory: {larger}"
     if "PLUGIN_V3" in words:
         is_recurrent = any(value.name == STATE_TABLE for value in model.graph.inputs)
         way = "--backend onnxruntime --device cpu" if is_recurrent else "--kernels tensorrt"

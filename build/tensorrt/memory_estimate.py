@@ -18,6 +18,8 @@ from edgellm.build.plan import Estimate
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.lowering.linears import is_widened
 from edgellm.build.tensorrt.lowering.precision_fallback import BLOCK_SIZE, INT4, is_lacking
+from edgellm.build.tensorrt.options import TensorRtOptions
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 _COMPILER_BYTES = 330 << 20  # interpreter, compilation of kernels, 200 MB to write the engine
@@ -53,13 +55,20 @@ class FullCompiler:
     maps_weights: bool  # its parser takes their addresses
     workspace_bytes: int = 0  # the limit of its scratch memory; 0: no limit
 
+    @classmethod
+    def of(cls, library: Library, options: TensorRtOptions) -> FullCompiler | None:
+        """A library with a build's options; None of TensorRT-RTX."""
+        if library.is_ahead_of_time:
+            return None
+        return cls(maps_weights=library.maps_weights, workspace_bytes=options.workspace_mib << 20)
+
     @property
     def remedy(self) -> str:
         """What to do if a build needs too much memory."""
         if self.workspace_bytes:
             return f"{_LARGER_BOARD}, or give a smaller --workspace"
         return (
-            f"{_LARGER_BOARD}, and limit TensorRT's scratch memory, which is not counted here, "
+            f"{_LARGER_BOARD}, and limit TensorRT's scratch memory, which has no limit now, "
             "with --workspace 256"
         )
 

@@ -108,7 +108,7 @@ def library(*, repeats: bool = False) -> ModuleType:
     """What bindings have, without the library after them.
 
     Args:
-        repeats: fields repeat their first byte, as before 10.15 under NumPy 2.
+        repeats: fields repeat their first byte, as before 10.16 under NumPy 2.
     """
     trt: Any = ModuleType("tensorrt")
     for name in _BASES:
@@ -153,7 +153,7 @@ def _base(name: str) -> type:
 class _Field:
     """`PluginField`: has the address of its array, which may be gone when it is read."""
 
-    repeats = False  # the first byte, as bindings before 10.15 do under NumPy 2
+    repeats = False  # the first byte, as bindings before 10.16 do under NumPy 2
 
     def __init__(self, name: str, data: Any = None, kind: Any = None) -> None:
         self.name, self.type = name, kind

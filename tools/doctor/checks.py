@@ -25,6 +25,7 @@ _PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx-cu13", 
              "cuda-python", "tokenizers", "jinja2", "msgspec", "pillow")  # fmt: skip
 _NEEDED = ("tokenizers", "jinja2", "msgspec")
 _LITTLE_MEMORY_BYTES = 2 << 30
+_OF_A_JETSON = "use TensorRT: pip's onnxruntime-gpu has no kernels for the GPUs of these boards"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ def examine(machine: Machine) -> Iterator[Finding]:
     yield from _memory(machine)
     yield from _power(machine)
     yield from _packages()
-    yield from _backends()
+    yield from _backends(machine)
 
 
 def _gpu(machine: Machine) -> Iterator[Finding]:
@@ -62,8 +63,7 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         return
     rows = [line.split(", ") for line in (printed or "").strip().splitlines()]
     if not rows:
-        if machine.read("etc/nv_tegra_release") is None:
-            yield Finding(what="GPU", status=NOTE, found="no NVIDIA GPU; engines run on the CPU")
+        yield from _gpu_by_driver(machine)
         return
     for name, driver, total, used, capability in (row for row in rows if len(row) == 5):
         memory = f"{used} of {total} MB used" if total.isdigit() else "shares the system's memory"
@@ -78,6 +78,23 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
             )
         else:
             yield Finding(what="driver", status=OK, found=driver)
+
+
+def _gpu_by_driver(machine: Machine) -> Iterator[Finding]:
+    """Report the GPU where nvidia-smi is missing, as on boards before JetPack 7."""
+    try:
+        capability, name = gpu.compute_capability(), gpu.name()
+    except EdgeLLMError:  # see `_driver`
+        return
+    if capability is not None:
+        found = f"{name}, compute capability {capability // 10}.{capability % 10}"
+        yield Finding(what="GPU", status=OK, found=found)
+    elif not _is_jetson(machine):
+        yield Finding(what="GPU", status=NOTE, found="no NVIDIA GPU; engines run on the CPU")
+
+
+def _is_jetson(machine: Machine) -> bool:
+    return machine.read("etc/nv_tegra_release") is not None
 
 
 def _driver() -> Iterator[Finding]:
@@ -216,13 +233,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _backends() -> Iterator[Finding]:
+def _backends(machine: Machine) -> Iterator[Finding]:
     for name in runners.libraries():
         finding = _backend(name)
         yield finding
         if (name, finding.status) == ("onnxruntime", OK):
             yield _own_kernels()
-            yield _cuda_provider()
+            yield _cuda_provider(machine)
 
 
 def _own_kernels() -> Finding:
@@ -235,7 +252,7 @@ def _own_kernels() -> Finding:
         return Finding(what=what, status=NOTE, found=str(error), remedy=error.hint)
 
 
-def _cuda_provider() -> Finding:
+def _cuda_provider(machine: Machine) -> Finding:
     from edgellm.device_runtime.runners.onnxruntime_cuda import FUSED_VERSION
     from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
 
@@ -243,7 +260,8 @@ def _cuda_provider() -> Finding:
     try:
         cuda.require_cuda()
     except EdgeLLMError as error:
-        return Finding(what=what, status=NOTE, found=str(error), remedy=error.hint)
+        remedy = _OF_A_JETSON if _is_jetson(machine) else error.hint
+        return Finding(what=what, status=NOTE, found=str(error), remedy=remedy)
     found = "ONNX Runtime's CUDA provider runs a kernel"
     if cuda.is_older_than(FUSED_VERSION):
         older = f"{found}; it is older than {FUSED_VERSION}, whose attention is fused"

@@ -88,6 +88,7 @@ class Compiler:
         ("10.16.2.10", 110, "int8", "", "report it"),
         ("10.3.0.26", 87, "int8", "", "report it"),
         ("10.13.3.9", 110, "int8", "Not implemented for PLUGIN_V3", "--kernels tensorrt"),
+        ("10.3.0.26", 87, "int4", "Error Code 1: Cuda Runtime (out of memory)", "--workspace 256"),
     ],
 )
 def test_a_failed_build_hints_at_known_faults(

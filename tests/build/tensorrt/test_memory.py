@@ -6,13 +6,16 @@ import ctypes
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from harness.models.random_weights import SHAPES, write
 from harness.timing import Cost, folder_bytes, module_command, run_process
 
 from edgellm.build.plan import Plan
+from edgellm.build.tensorrt import builder
 from edgellm.build.tensorrt.memory_trim import MappedFile, memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.export.graph.architecture import ExportOptions
@@ -62,6 +65,55 @@ def test_malloc_returns_free_memory():
     with memory_returned():
         assert _reaches("Anon", before + 24 * MEGABYTE)
     assert len(kept) == 80
+
+
+class Parser:
+    """TensorRT's parser as it takes weights: their addresses, which are read later."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, tuple[int, int]] = {}
+
+    def load_model_proto(self, model: bytes, path: str) -> bool:
+        self.size = len(model)
+        return Path(path).stat().st_size == len(model)
+
+    def load_initializer(self, name: str, address: int, size: int) -> bool:
+        assert name not in self.weights
+        self.weights[name] = (address, size)
+        return True
+
+    def parse_model_proto(self) -> bool:
+        return True
+
+
+def _mapping(address: int) -> str:
+    """The file of a mapping of this process; "" for memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        first, end = (int(each, 16) for each in fields[0].split("-"))
+        if first <= address < end:
+            return fields[5] if len(fields) > 5 else ""
+    return ""
+
+
+def test_weights_are_passed_once_and_stay_in_their_file(tmp_path):
+    """A parser that takes addresses, as from TensorRT 10.13 on."""
+    arrays = [np.arange(at, at + 5000, dtype=np.float32) for at in range(3)]
+    stored = [ir.tensor(array, name=f"w{at}") for at, array in enumerate(arrays)]
+    values = [ir.Value(name=each.name, const_value=each) for each in stored]
+    graph = ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 21})
+    path = tmp_path / "graph.onnx"
+    ir.save(ir.Model(graph, ir_version=11), path, external_data="weights", size_threshold_bytes=0)
+    model, parser = ir.load(path), Parser()
+    weights = builder._map_weights(model)
+    target = SimpleNamespace(library=SimpleNamespace(label="TensorRT"))
+    builder._parse(parser, path, model, weights, target, None)  # type: ignore[arg-type]
+    assert parser.size < 2000  # the graph alone
+    for at, array in enumerate(arrays):
+        address, size = parser.weights[f"w{at}"]
+        assert ctypes.string_at(address, size) == array.tobytes()
+        assert _mapping(address) == str(tmp_path / "weights")
+    assert len(parser.weights) == 3
 
 
 @pytest.fixture(scope="module")

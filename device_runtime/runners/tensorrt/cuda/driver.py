@@ -60,12 +60,11 @@ def open_device() -> CudaDevice:
     driver, graphs = import_bindings()
     try:
         driver.init()
-        gpu = driver.Device(0)
+        device = CudaDevice(driver, graphs, driver.Device(0))
     except driver.Error as error:
         raise EdgeLLMError(
             f"the NVIDIA driver does not work: {error}", hint="edgellm-doctor says more"
         ) from None
-    device = CudaDevice(driver, graphs, gpu)
     atexit.register(device.close)
     return device
 
@@ -103,10 +102,10 @@ class _Memory:
         self._allocation, self.address, self.num_bytes = allocation, int(allocation), num_bytes
 
 
-class _Depth(threading.local):
-    """How often a thread has entered the context."""
+class _Thread(threading.local):
+    """Whether the context is current in a thread."""
 
-    count = 0
+    is_current = False
 
 
 class CudaDevice:
@@ -119,7 +118,7 @@ class CudaDevice:
     def __init__(self, driver: Any, graphs: Any, gpu: Any) -> None:
         """Make a stream in the primary context."""
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
-        self._context, self._depth = gpu.retain_primary_context(), _Depth()
+        self._context, self._thread = gpu.retain_primary_context(), _Thread()
         self._can_capture, self._is_capturing, self._is_closed = True, False, False
         self._unused: deque[Any] = deque()  # allocations to be freed
         with self.current():
@@ -137,16 +136,19 @@ class CudaDevice:
     @contextmanager
     def current(self) -> Iterator[None]:
         """See `device.Device`."""
-        is_outermost = self._depth.count == 0
-        if is_outermost:
-            self._context.push()
-        self._depth.count += 1
-        try:
+        if self._thread.is_current:
             yield
-        finally:
-            self._depth.count -= 1
-            if is_outermost:
+            return
+        try:
+            self._context.push()
+            self._thread.is_current = True
+            try:
+                yield
+            finally:
+                self._thread.is_current = False
                 self._context.pop()
+        except self._driver.Error as error:
+            raise _stopped(error) from None
 
     def close(self) -> None:
         """Detach pycuda from the context at the process's end; later it warns that it cannot.
@@ -154,7 +156,7 @@ class CudaDevice:
         The driver keeps the primary context: objects of TensorRT may be destroyed after this.
         """
         self._is_closed = True
-        with contextlib.suppress(DriverError):
+        with contextlib.suppress(DriverError, self._driver.Error):
             PythonBindings(self._graphs).Device(0).retain_primary_context()
             self._context.detach()
 
@@ -166,7 +168,11 @@ class CudaDevice:
     def _free_unused(self) -> None:
         """Free memory without an owner; during a capture this would invalidate the graph."""
         while self._unused and not self._is_capturing:
-            with contextlib.suppress(IndexError), self.current():  # another thread may take it
+            # Another thread may take it; a GPU that stopped fails at its next work, too.
+            with (
+                contextlib.suppress(IndexError, EdgeLLMError, self._driver.Error),
+                self.current(),
+            ):
                 self._unused.popleft().free()
 
     def _freed_with(self, owner: Any, allocation: Any) -> None:
@@ -211,9 +217,9 @@ class CudaDevice:
         """See `device.Device`."""
         with self.current():
             free = int(self._driver.mem_get_info()[0])
-        if not self._gpu.get_attribute(self._driver.device_attribute.INTEGRATED):
-            return free
-        return max(free, available_memory_bytes())  # it leaves out the system's cache of files
+            is_integrated = self._gpu.get_attribute(self._driver.device_attribute.INTEGRATED)
+        # The driver of a board leaves out the system's cache of files.
+        return max(free, available_memory_bytes()) if is_integrated else free
 
     def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
         """See `device.Device`."""
@@ -331,21 +337,15 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """See `device.Device`; errors of earlier work come up here."""
-        try:
-            with self.current():
-                self._stream.synchronize()
-            if self._indices is not None:
-                self._indices.waited()
-        except self._driver.Error as error:
-            raise _stopped(error) from None
+        with self.current():
+            self._stream.synchronize()
+        if self._indices is not None:
+            self._indices.waited()
 
     def synchronize_all(self) -> None:
         """See `device.Device`."""
-        try:
-            with self.current():
-                self._driver.Context.synchronize()
-        except self._driver.Error as error:
-            raise _stopped(error) from None
+        with self.current():
+            self._driver.Context.synchronize()
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """See `device.Device`."""
@@ -377,27 +377,32 @@ class CudaDevice:
     def _capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         graphs, stream = self._graphs, self._graphs.CUstream(self.stream)
         mode = graphs.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._check(graphs.cuStreamBeginCapture(stream, mode))
+        self._ask("cuStreamBeginCapture", stream, mode)
         try:
             enqueue()
         finally:
             ended = graphs.cuStreamEndCapture(stream)
-        (graph,) = self._check(ended)
-        (executable,) = self._check(graphs.cuGraphInstantiate(graph, 0))
-        self._check(graphs.cuGraphDestroy(graph))
+        graph = _result("cuStreamEndCapture", ended)
+        executable = self._ask("cuGraphInstantiate", graph, 0)
+        self._ask("cuGraphDestroy", graph)
 
         def replay() -> None:
             with self.current():
-                self._check(graphs.cuGraphLaunch(executable, stream))
+                self._ask("cuGraphLaunch", executable, stream)
 
         return replay
 
-    def _check(self, answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a function of cuda-python gave; raises `EdgeLLMError` for an error code."""
-        status, *found = answer
-        if int(status) != 0:
-            raise EdgeLLMError(
-                f"a pass cannot be run as a CUDA graph: {status!s}",
-                hint="report it with edgellm-doctor's output",
-            )
-        return tuple(found)
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        """Call a function of cuda-python that graphs need; see `_result`."""
+        return _result(name, getattr(self._graphs, name)(*arguments))
+
+
+def _result(name: str, answer: tuple[Any, ...]) -> Any:
+    """What a function of cuda-python gave, or None; raises `EdgeLLMError` for an error code."""
+    status, *found = answer
+    if int(status) != 0:
+        raise EdgeLLMError(
+            f"a pass cannot be run as a CUDA graph: {name} gives {status!s}",
+            hint="report it with edgellm-doctor's output",
+        )
+    return found[0] if found else None

@@ -68,7 +68,11 @@ class Device(Protocol):
         ...
 
     def current(self) -> AbstractContextManager[None]:
-        """What makes the GPU the calling thread's, for calls of libraries; may be nested."""
+        """What makes the GPU the calling thread's, for calls of libraries; may be nested.
+
+        Raises:
+            EdgeLLMError: a call of the driver fails in it.
+        """
         ...
 
     def allocate(self, num_bytes: int) -> Buffer:

@@ -112,7 +112,7 @@ def targets(trt: Any) -> list[int]:
 def require_attributes(trt: Any) -> None:
     """Check that the bindings hand on the bytes of a plugin's attribute.
 
-    TensorRT's bindings up to 10.14 repeat the first byte under NumPy 2.
+    TensorRT's bindings up to 10.15 repeat the first byte under NumPy 2.
 
     Raises:
         EdgeLLMError: they change bytes.

@@ -172,7 +172,7 @@ def test_each_layer_keeps_its_own_attribute_in_a_plan():
 
 @pytest.mark.parametrize("register", [python_plugins.register, lambda trt: quick(trt, None)])
 def test_bindings_that_change_attributes_are_rejected(register):
-    """Those of TensorRT up to 10.14 under NumPy 2, before TensorRT calls the plugins."""
+    """Those of TensorRT up to 10.15 under NumPy 2, before TensorRT calls the plugins."""
     trt: Any = library(repeats=True)
     trt.__version__ = "10.13.3.9"
     with pytest.raises(EdgeLLMError, match=r"of TensorRT 10\.13\.3\.9 change attributes") as error:
