@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "speedup --methods plain eagle3 auto --prompts 5 --tokens 96 --engines int8"
         " --temperatures 1 --table speculation-sampling",
         "stages --threads 1 --prompts 5 --methods plain eagle3",
+        "simulated --rounds 3",
     ),
     "quality": ("--off_grid --windows 2 --threads 1 --answers 10 --tokens 48",),
     "export": (

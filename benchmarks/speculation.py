@@ -6,12 +6,15 @@
     python benchmarks/speculation.py stages --prompts 5 --threads 1     # milliseconds of a round
     python benchmarks/speculation.py recall --prompts 3 --ranks 64 128  # of low-rank heads
     python benchmarks/speculation.py low_rank --prompts 5 --ranks 64 128
+    python benchmarks/speculation.py simulated --shapes qwen2.5-0.5b 1b     # random weights
 
 All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
 the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE-3's draft is that of
 examples/; edgellm-train-draft trains the others. `stages` measures processor time if there is one
 thread. `recall` counts how often low-rank heads retrieve the best tokens of that draft's head, and
-`low_rank` compares their speed with the whole head's.
+`low_rank` compares their speed with the whole head's. `simulated` runs a base and a draft of random
+weights, and replaces the draft's candidates: with a given probability the first is right, else none
+is.
 """
 
 from __future__ import annotations
@@ -27,16 +30,22 @@ from unittest import mock
 
 import numpy as np
 from harness import command, prompts
-from harness.models.engines import EAGLE3, PRECISIONS, drafted_engine
+from harness.models.engines import EAGLE3, PRECISIONS, drafted_engine, random_drafted_engine
+from harness.models.random_weights import SHAPES
 from harness.results import Report
 
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
+from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.engine import profile
 from edgellm.device_runtime.engine.profile import GENERATION, SPECULATION, Profile
 from edgellm.device_runtime.networks.draft import DraftNetwork, DraftPart, DraftResult
 from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.device_runtime.speculate.drafters import eagle
+from edgellm.device_runtime.speculate.drafters.eagle import EagleDrafter
 from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.speculate.policy.static_tree import NAMED
+from edgellm.device_runtime.speculate.shared_passes import Passes
+from edgellm.device_runtime.speculate.tree import CandidatePool
 from edgellm.export.checkpoints.lora_merge import floats
 from edgellm.export.draft_checkpoints.low_rank_head import principal_inputs
 from edgellm.export.pipeline.open_checkpoint import open_draft
@@ -318,11 +327,83 @@ def show_low_rank(given: argparse.Namespace, report: Report) -> None:
     report.add("low-rank-speed", (*columns, "acceptance length", "verified nodes"), rows)
 
 
+class SimulatedDrafter(EagleDrafter):
+    """Runs the draft network, and replaces its candidates below tokens of the plain output."""
+
+    output: Sequence[int] = ()  # of plain decoding
+    rate = 0.5  # probability that the first candidate is right
+    random = np.random.default_rng(0)
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """See `Drafter.begin`."""
+        super().begin(token_ids)
+        self._emitted: int | None = None
+
+    def remember(self, token_ids: list[int]) -> None:
+        """See `Drafter.remember`."""
+        super().remember(token_ids)
+        self._emitted = 0 if self._emitted is None else self._emitted + len(token_ids)
+
+    def _expand(self, pool: CandidatePool, levels: int) -> Passes[None]:
+        self._right = {0: 0}  # nodes on the plain output, with their depths
+        yield from super()._expand(pool, levels)
+
+    def _add(self, pool: CandidatePool, parents: I64, found: DraftResult) -> I64:
+        token_ids, width = found.token_ids.copy(), found.token_ids.shape[1]
+        right: dict[int, int] = {}  # rows whose first candidate is right, with its depth
+        for row, parent in enumerate(parents.tolist()):
+            depth = self._right.get(parent)
+            if depth is None or (self._emitted or 0) + depth >= len(self.output):
+                continue
+            wanted = self.output[(self._emitted or 0) + depth]
+            token_ids[row][token_ids[row] == wanted] = wanted + 1  # no second one
+            if self.random.random() < self.rate:
+                token_ids[row, 0] = wanted
+                right[row] = depth + 1
+        chances = np.full(token_ids.shape, (1 - self.rate) / width)
+        chances[:, 0] = self.rate
+        nodes = pool.add(parents, token_ids, self._policy.scores(np.log(chances)), chances)
+        self._right |= {int(nodes[row * width]): depth for row, depth in right.items()}
+        return nodes
+
+
+def show_simulated(given: argparse.Namespace, report: Report) -> None:
+    """Measure speedups at given probabilities that a drafted token is right."""
+    rows = []
+    prompt = " ".join(f"{number}" for number in range(100))
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+    eagle.EagleDrafter = SimulatedDrafter
+    for shape in ["small"] if given.quick else given.shapes:
+        folder = random_drafted_engine(given.work, shape, given.threads)
+        with LLM(folder) as plain:
+            SimulatedDrafter.output = _answer(plain, prompt, sampling, given.tokens).token_ids
+            for rate in given.rates:
+                SimulatedDrafter.rate = rate
+                tallies = {"plain": Tally(), "eagle3": Tally()}
+                with LLM(folder, spec=SpecOptions()) as drafted:
+                    _answer(drafted, prompt, sampling, given.tokens)  # learns the rate
+                    for _ in range(given.rounds):
+                        before = _answer(plain, prompt, sampling, given.tokens)
+                        after = _answer(drafted, prompt, sampling, given.tokens)
+                        assert before.token_ids == after.token_ids
+                        plain_ms = before.profile.decode_ms() / (len(before.token_ids) - 1)
+                        tallies["plain"].add(before, plain_ms)
+                        tallies["eagle3"].add(after, plain_ms)
+                found = tallies["eagle3"]
+                shown = f"{tallies['plain'].rate:.1f}", f"{found.rate:.1f}"
+                speedup = f"{statistics.median(found.ratios):.2f}"
+                nodes = f"{found.nodes / found.rounds:.1f}"
+                rows.append([shape, f"{rate:g}", *shown, speedup, f"{found.length:.2f}", nodes])
+    columns = ("shape", "chance", "plain tokens/s", "tokens/s", "speedup")
+    report.add("speculation-simulated", (*columns, "acceptance length", "verified nodes"), rows)
+
+
 MODES = {
     "speedup": show_speedup,
     "stages": show_stages,
     "recall": show_recall,
     "low_rank": show_low_rank,
+    "simulated": show_simulated,
 }
 
 
@@ -341,6 +422,8 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--candidates", nargs="+", type=int, default=[32, 128, 512])
     parser.add_argument("--states", type=int, default=4096, help="draft positions of `recall`")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen2.5-0.5b", "1b"])
+    parser.add_argument("--rates", nargs="+", type=float, default=[0.6, 0.75, 0.9])
     command.run(parser, MODES, quick={"prompts": 1, "tokens": 24, "ranks": [64]})
 
 

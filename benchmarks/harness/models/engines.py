@@ -75,6 +75,29 @@ def random_checkpoint(work: Path, shape: str, dtype: str = "F32") -> Path:
     return folder
 
 
+def random_drafted_engine(work: Path, shape: str, threads: int) -> Path:
+    """Build an INT4 engine of a shape with an EAGLE3 draft, both of random weights."""
+    folder = work / f"{shape}-eagle3-int4-{threads}"
+    if not folder.exists():
+        base = random_checkpoint(work, shape, "BF16")
+        draft = random_weights.write_eagle3(
+            random_weights.SHAPES[shape], work / f"{shape}-eagle3-draft"
+        )
+        bundle, drafted = work / f"{shape}-eagle3-bundle", work / f"{shape}-eagle3-draft-bundle"
+        opened = open_checkpoint(str(base))
+        if not bundle.exists():
+            export_llm(opened, bundle, ExportOptions(dtype="fp16", draft_model_dir=str(draft)))
+        if not drafted.exists():
+            export_draft(open_draft(str(draft)), opened, drafted, DraftOptions("fp16"))
+        partial = folder.with_name(f"{folder.name}.partial")
+        plan = plan_of(threads, "int4", max_verify_tree_size=TREE_SIZE)
+        build_engine("llm", bundle, partial, plan, "onnxruntime", silent)
+        plan = plan_of(threads, "int4", max_draft_tree_size=TREE_SIZE)
+        build_engine("draft", drafted, partial, plan, "onnxruntime", silent)
+        partial.rename(folder)
+    return folder
+
+
 def open_engine(engine: Path) -> DecoderNetwork:
     """Open an engine's decoder."""
     return open_decoder(engine, load_engine(engine, LLM_ENGINE))

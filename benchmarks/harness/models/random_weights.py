@@ -88,8 +88,10 @@ GEMMA_4: dict[str, dict[str, Any]] = {
 }
 _DTYPES: dict[str, Any] = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32,
+    "I64": np.int64,
 }  # fmt: skip
 _AWQ_GROUP = 128
+_DRAFT_VOCAB = 32000
 _NOISE = 1 << 20  # values, which are repeated
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
@@ -158,6 +160,41 @@ def write_awq(config: Mapping[str, Any], folder: Path) -> Path:
     return folder
 
 
+def write_eagle3(config: Mapping[str, Any], folder: Path) -> Path:
+    """Write an EAGLE3 draft of a base with this config, unless the folder exists."""
+    hidden, inner, layers = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    vocab, last = min(_DRAFT_VOCAB, config["vocab_size"]), max(layers - 4, 0)
+    own = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": vocab,
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [min(1, last), layers // 2 - 1, last]},
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * hidden),
+        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "lm_head.weight": (vocab, hidden),
+        "norm.weight": (hidden,),
+    }
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes |= {f"midlayer.{norm}.weight": (hidden,) for norm in norms}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        name: ("BF16", shape) for name, shape in shapes.items()
+    }
+    return _write_folder({**config, **own}, {**tensors, "d2t": ("I64", (vocab,))}, folder)
+
+
 def _others(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return shapes of embedding, head and norms."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
@@ -213,6 +250,8 @@ def _contents(name: str, dtype: str, count: int, number: int) -> Iterator[bytes]
     random = np.random.default_rng(number)
     if dtype == "I32":
         values = random.integers(-(1 << 31), 1 << 31, min(count, _NOISE), np.int64)
+    elif dtype == "I64":
+        values = np.zeros(count)
     elif name.endswith(("norm.weight", "layer_scalar")):
         values = np.ones(count)
     elif name.endswith(".scales"):
