@@ -152,9 +152,9 @@ def _spoken(path: Path, text: str) -> Path:
 
 
 def _engine(given: argparse.Namespace, quantize: str) -> Path:
-    folder = given.work / f"whisper-tiny.en-{quantize}-{given.threads}"
+    folder = given.work / f"whisper-tiny.en-engine-{quantize}-{given.threads}"
     if not folder.exists():
-        bundle = given.work / "whisper-tiny.en-bundle"
+        bundle = given.work / "whisper-tiny.en-three-graphs"
         if not bundle.exists():
             export_llm(open_checkpoint(str(fetch.model())), bundle, ExportOptions(dtype="fp16"))
         plan = Plan(

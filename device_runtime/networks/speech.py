@@ -46,10 +46,11 @@ class SpeechNetwork:
 
     def beside(self) -> list[SpeechNetwork]:
         """Networks for the other windows of a batch, which share all memory but the text's."""
-        found = [copy(self) for _ in range(1, self._decoder.num_windows)]
-        for place, each in enumerate(found, 1):
-            each._kv = self._decoder.new_kv()
-            each._kv.window = place
+        found: list[SpeechNetwork] = []
+        for place in range(1, self._decoder.num_windows):
+            found.append(copy(self))
+            found[-1]._kv = self._decoder.new_kv()
+            found[-1]._kv.window = place
         return found
 
     @property
