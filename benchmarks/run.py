@@ -34,6 +34,8 @@ RUNS: dict[str, tuple[str, ...]] = {
         " --temperatures 1 --table speculation-sampling",
         "stages --threads 1 --prompts 5 --methods plain eagle3",
         "simulated --rounds 3",
+        "recall --engine int8 --prompts 2 --tokens 96 --threads 1 --ranks 32 64 128 256"
+        " --states 3000",
     ),
     "quality": ("--off_grid --windows 2 --threads 1 --answers 10 --tokens 48",),
     "export": (
