@@ -52,8 +52,7 @@ def lower(
         capacity: tokens of the KV cache, a constant in TensorRT; 0 for graphs without one.
         candidates: of a draft, for each token. A K at run time would be a shape, and a pass with
             varying shapes cannot be captured as a CUDA graph.
-        kernels: edgellm's kernels of attention, recurrent layers and experts; None: TensorRT's
-            operators.
+        kernels: edgellm's, for attention, recurrent layers, experts; None: TensorRT's operators.
         places: of LoRA adapters; None: linear layers take none.
         experts: file that receives the weights of experts; None: there are none.
     """

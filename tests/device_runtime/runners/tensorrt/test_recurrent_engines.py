@@ -47,7 +47,7 @@ def ask(model: LLM, prompt: str, length: int = 12):
         "qwen3_5_text",
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("lfm2", "lfm3", "bamba", "falcon_h1", "nemotron_h")
+            for name in ("lfm2", "lfm3", "bamba", "falcon_h1")
         ),
     ],
 )
