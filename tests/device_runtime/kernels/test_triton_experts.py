@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,17 +26,20 @@ from edgellm.core.onnx_functions import (
     NVFP4_EXPERTS,
     QUANTIZED_EXPERTS,
     SHIFTED_EXPERTS,
+    PackedCodes,
 )
 from edgellm.device_runtime.kernels.triton import cache, experts
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN
 from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import PLUGINS
 from edgellm.export.onnx.functions import experts as bodies
+from edgellm.export.onnx.functions.blocks import packed_codes
 
 E, K, HIDDEN, INNER = 5, 2, 160, 48
 SWISH = {"alpha": 1.0, "limit": 65504.0, "offset": 0.0, "cubic": 0.0}
 LIMITED = {"alpha": 1.7, "limit": 0.6, "offset": 1.0, "cubic": 0.0}
 GELU = {"alpha": 1.6, "limit": 65504.0, "offset": 0.0, "cubic": 0.07}
 SQUARED_RELU = {**SWISH, "alpha": 65504.0}
+SMALL_BLOCKS = {"block_size": 16, "down_block_size": 16}
 PLUGIN = {plugin.name: plugin for plugin in PLUGINS}
 NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 RANDOM = np.random.default_rng(3)
@@ -75,6 +79,18 @@ def blocks(out: int, width: int) -> list[np.ndarray]:
     return [codes(np.uint8, 0, 256, E, out, width), factors, minima]
 
 
+def planes(bits: int) -> Callable[[int, int], list[Any]]:
+    """Unsigned codes of few bits with minima, as of GGUF's Q2_K and Q5_K."""
+    form = PackedCodes(bits)
+
+    def make(out: int, width: int) -> list[Any]:
+        stored = [codes(np.uint8, 0, 256, E, out, width * each // 8) for each in form.planes]
+        factors = scales(E, out, width // 16) * np.float16(2 / 2**bits * 8)
+        return [(form, stored), factors, factors * np.float16(-(2 ** (bits - 1)))]
+
+    return make
+
+
 def fp8(out: int, width: int) -> list[np.ndarray]:
     values = RANDOM.standard_normal((E, width, out)).astype(ml_dtypes.float8_e4m3fn)
     return [values, scales(E, 1, out)]
@@ -95,14 +111,36 @@ def nvfp4(out: int, width: int) -> list[np.ndarray]:
 CASES = {
     "fp16": (EXPERTS, dense, SWISH, {}, INNER),
     "relu": (EXPERTS, dense, SQUARED_RELU, {}, INNER),
-    "int4": (QUANTIZED_EXPERTS, int4, GELU, {"block_size": 16, "down_block_size": 16}, INNER),
-    "uint4": (SHIFTED_EXPERTS, shifted, SWISH, {"block_size": 16, "down_block_size": 16}, INNER),
+    "int4": (QUANTIZED_EXPERTS, int4, GELU, SMALL_BLOCKS, INNER),
+    "uint4": (SHIFTED_EXPERTS, shifted, SWISH, SMALL_BLOCKS, INNER),
     "int8": (QUANTIZED_EXPERTS, int8, SWISH, {"block_size": HIDDEN, "down_block_size": 48}, INNER),
-    "minima": (BLOCK_EXPERTS, blocks, SWISH, {"block_size": 16, "down_block_size": 16}, INNER),
+    "minima": (BLOCK_EXPERTS, blocks, SWISH, SMALL_BLOCKS, INNER),
+    "2 bits": (BLOCK_EXPERTS, planes(2), SWISH, SMALL_BLOCKS, INNER),
+    "5 bits": (BLOCK_EXPERTS, planes(5), SWISH, SMALL_BLOCKS, INNER),
     "fp8": (QUANTIZED_EXPERTS, fp8, SWISH, {"block_size": HIDDEN, "down_block_size": 48}, INNER),
     "mxfp4": (FP4_EXPERTS, mxfp4, LIMITED, {}, 64),
     "nvfp4": (NVFP4_EXPERTS, nvfp4, SWISH, {}, INNER),
 }
+
+
+def operand(graph: ir.Graph, name: str, stored: Any) -> ir.Value:
+    """An initializer, or codes of planes."""
+    if isinstance(stored, tuple):
+        form, parts = stored
+        inputs = [operand(graph, f"{name}.{at}", each) for at, each in enumerate(parts)]
+        node = ir.Node(FUNCTIONS, form.function, inputs, name=f"{name}.codes")
+        node.outputs[0].name = name
+        graph.append(node)
+        return node.outputs[0]
+    tensor = ir.tensor(stored, name=name)
+    value = ir.Value(
+        name=name,
+        type=ir.TensorType(tensor.dtype),
+        shape=ir.Shape(stored.shape),
+        const_value=tensor,
+    )
+    graph.register_initializer(value)
+    return value
 
 
 class Mixture:
@@ -126,28 +164,22 @@ class Mixture:
             )
         ]
         tensors = [*operands, *(bias.astype(np.float32) for bias in biases)]
-        values = [
-            ir.Value(
-                name=f"w{at}",
-                type=ir.TensorType(ir.tensor(each).dtype),
-                shape=ir.Shape(each.shape),
-                const_value=ir.tensor(each, name=f"w{at}"),
-            )
-            for at, each in enumerate(tensors)
-        ]
+        graph = ir.Graph(given, [], nodes=[], opset_imports={"": 24, FUNCTIONS: 1})
+        values = [operand(graph, f"w{at}", each) for at, each in enumerate(tensors)]
         named = ir.convenience.convert_attributes(attributes)
         node = ir.Node(FUNCTIONS, name, [*given, *values], named, name="experts.call")
         node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-        imports = {"": 24, FUNCTIONS: 1}
-        graph = ir.Graph(
-            given, node.outputs, nodes=[node], initializers=values, opset_imports=imports
-        )
-        model = ir.Model(graph, ir_version=11, functions=[bodies.experts(name)])
+        graph.append(node)
+        graph.outputs.append(node.outputs[0])
+        functions = [bodies.experts(name)]
+        if isinstance(operands[0], tuple):
+            functions.append(packed_codes(operands[0][0]))
+        model = ir.Model(graph, ir_version=11, functions=functions)
         ir.save(model, folder / "body.onnx")
         self._body = onnxruntime.InferenceSession(folder / "body.onnx")
         editor = GraphEditor(graph)
         lower_experts(editor, 110, folder / "llm.experts")
-        self._nodes = list(graph)
+        self._nodes = [node for node in graph if node.op_type in PLUGIN]
         stored = np.fromfile(folder / "llm.experts", np.uint8)
         aligned = np.zeros(len(stored) + 256, np.uint8)
         first = -aligned.ctypes.data % 256
