@@ -102,7 +102,7 @@ def _append(stream: BinaryIO, pieces: Iterator[np.ndarray] | None) -> int:
     offset = aligned(stream.tell())
     stream.write(bytes(offset - stream.tell()))
     for piece in pieces:
-        stream.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+        stream.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
     return offset
 
 

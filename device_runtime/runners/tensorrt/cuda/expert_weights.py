@@ -54,7 +54,7 @@ class ExpertWeights:
         with path.open("rb") as stream:
             for first in range(0, num_bytes, _PIECE_BYTES):
                 piece = host[: min(_PIECE_BYTES, num_bytes - first)]
-                stream.readinto(memoryview(piece))
+                stream.readinto(piece.data)
                 if first == 0:
                     piece[: table.nbytes] = _addresses(table, self._buffer.address).view(np.uint8)
                 device.upload(self._buffer.address + first, piece)
