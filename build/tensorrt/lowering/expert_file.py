@@ -18,7 +18,7 @@ from edgellm.build.lowering.experts import ExpertLayer, Stack
 from edgellm.build.lowering.linears.block_factors import Joined
 from edgellm.build.lowering.linears.weights import WeightPart
 from edgellm.core.onnx_functions import SHIFTED_LINEAR
-from edgellm.device_runtime.kernels.triton.catalog import EXPERT_STEP
+from edgellm.device_runtime.kernels.triton.catalog import EXPERT_STEP, FIRST_FP8
 from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import (
     ADDRESSES,
     HEADER,
@@ -53,8 +53,10 @@ class ExpertForm:
             is_shifted=is_integer and has_points,
         )
 
-    def fault(self, shape: tuple[int, int, int]) -> str:
-        """Why there are no kernels for projections [E, in, out]; "" if there are."""
+    def fault(self, shape: tuple[int, int, int], sm: int) -> str:
+        """Why there are no kernels for projections [E, in, out] on a GPU; "" if there are."""
+        if self.codes == "fp8" and sm < FIRST_FP8:
+            return f"experts in FP8 from compute capability {FIRST_FP8 / 10} on, not for {sm / 10}"
         if odd := [size for size in (*shape[1:], self.block) if size % EXPERT_STEP]:
             return f"experts with widths and groups of a multiple of {EXPERT_STEP}, not of {odd[0]}"
         return ""

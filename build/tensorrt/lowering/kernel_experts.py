@@ -42,7 +42,7 @@ def why_not(graph: ir.Graph, sm: int, driver_ptx: int | None) -> str:
                 f"there are kernels for gates and ups that are stored alike, not for {layer.name}"
             )
         for form, stack in ((up, layer.up), (down, layer.down)):
-            if fault := form.fault(stack.shape):
+            if fault := form.fault(stack.shape, sm):
                 return f"there are kernels for {fault}"
         if fault := missing(_variants(up, down), sm, driver_ptx):
             return fault

@@ -20,6 +20,7 @@ from edgellm.build.resource_estimate import predict
 from edgellm.build.tensorrt import builder
 from edgellm.build.tensorrt.lowering import cache_plan
 from edgellm.build.tensorrt.lowering.cache_plan import plan_cache
+from edgellm.build.tensorrt.lowering.expert_file import ExpertForm
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.op_support import check_graph
 from edgellm.build.tensorrt.lowering.op_table import CHECKED
@@ -132,6 +133,20 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     assert "experts with widths and groups of a multiple of 16, not of 40" in rejection(odd, "11.4")
     both = make_bundle(tmp_path / "both", "qwen3_next", moe_intermediate_size=40)
     assert "compute recurrent layers and mixtures of experts: " in rejection(both, "11.4")
+
+
+def test_forms_without_kernels_are_rejected(bundle, monkeypatch):
+    floats, codes = ExpertForm.of, {"gate_proj": "fp8", "up_proj": "fp8", "down_proj": "fp16"}
+    monkeypatch.setattr(
+        ExpertForm,
+        "of",
+        lambda stack: dataclasses.replace(floats(stack), codes=codes[stack.name]),
+    )
+    said = rejection(bundle, "11.4", 87)
+    assert "experts in FP8 from compute capability 8.9 on, not for 8.7; give --backend" in said
+    codes["up_proj"] = "int4"
+    said = rejection(bundle, "11.4")
+    assert "gates and ups that are stored alike, not for layers.0.model.layers.0.mlp" in said
 
 
 def test_commands_reject_it_before_any_work(bundle, tmp_path):
