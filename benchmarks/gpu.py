@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py decode ENGINE [--json FILE]
     python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
-    python benchmarks/gpu.py kernels             # attention, recurrent: checks against numpy, times
+    python benchmarks/gpu.py kernels             # attention, recurrent, experts: against numpy
     python benchmarks/gpu.py clock               # bandwidth of the memory
     python benchmarks/gpu.py model               # predicted speeds
     python benchmarks/gpu.py provider ENGINE --onnxruntime FOLDER --include FOLDER
@@ -246,6 +246,14 @@ def show_recurrent(options: argparse.Namespace) -> None:
     _show_figures(check_recurrent(device, Sizes.small() if options.quick else Sizes()))
 
 
+def show_experts(options: argparse.Namespace) -> None:
+    """Check the kernels of mixtures of experts against numpy; print their times."""
+    from harness.gpu.experts import Sizes, check_experts
+
+    device, _ = open_gpu(fake=options.quick)
+    _show_figures(check_experts(device, Sizes.small() if options.quick else Sizes()))
+
+
 def _show_figures(found: dict[str, float]) -> None:
     for name, value in found.items():
         print(f"{name:32} {value:12.1f}")
@@ -281,11 +289,12 @@ MODES = {
     "kernels": show_kernels,
     "attention": show_attention,
     "recurrent": show_recurrent,
+    "experts": show_experts,
     "rounds": show_rounds,
     "model": show_model,
     "provider": show_provider,
 }
-QUICK = ("kernels", "attention", "recurrent", "model")
+QUICK = ("kernels", "attention", "recurrent", "experts", "model")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -134,6 +134,8 @@ def _check_caches(device: Device, address: int, host: np.ndarray) -> None:
 def _runtime(*, dry: bool) -> None:
     """Run the stage's process; its exit status is part of the proof."""
     from harness.gpu.attention import Sizes, check_attention
+    from harness.gpu.experts import Sizes as ExpertSizes
+    from harness.gpu.experts import check_experts
     from harness.gpu.kernels import check_kernels
     from harness.gpu.recurrent import Sizes as RecurrentSizes
     from harness.gpu.recurrent import check_recurrent
@@ -143,6 +145,7 @@ def _runtime(*, dry: bool) -> None:
     found |= check_kernels(device, 9000) if dry else check_kernels(device)
     found |= check_attention(device, sm, Sizes.small() if dry else Sizes())
     found |= check_recurrent(device, RecurrentSizes.small() if dry else RecurrentSizes())
+    found |= check_experts(device, ExpertSizes.small() if dry else ExpertSizes())
     print(json.dumps(found))
 
 

@@ -37,6 +37,8 @@ from edgellm.device_runtime.kernels.triton.catalog import (
 _PACKAGE = "edgellm.device_runtime.kernels.triton"
 _POINTER_BYTES = 16  # alignment
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
+_PAIR_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x8,")
+_CODE_BITS = {"fp16": 16, "int4": 4, "fp4": 4}  # of weights of experts, else 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +169,10 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
         wide, wanted = 16 * ptx.text.count("ld.global.v4.b32"), _state_bytes(variant)
         if wide < wanted:
             found.append(f"a thread reads {wide} bytes 16 at a time, not {wanted}")
+    if variant.kernel.name in ("expert_gates", "expert_downs"):
+        counts = len(_WIDE_COPY.findall(ptx.text)), len(_PAIR_COPY.findall(ptx.text))
+        if counts != (wanted := _expert_copies(variant)):
+            found.append(f"a thread copies {counts} times 16 and 8 bytes, not {wanted} times")
     if variant.kernel.name == "attend":
         wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
         if wide < wanted:
@@ -178,6 +184,21 @@ def _state_bytes(variant: Variant) -> int:
     """Return the bytes of a recurrent state that a thread reads."""
     constants = variant.constants
     return 4 * int(constants["D"]) * int(constants["VALUES"]) // (32 * variant.warps)
+
+
+def _expert_copies(variant: Variant) -> tuple[int, int]:
+    """Return how often a thread of an expert copies 16 bytes, and 8: of pairs of codes.
+
+    The code has a step twice, before the loop and in it; gates have two products.
+    """
+    constants = variant.constants
+    bits = _CODE_BITS.get(str(constants["CODES"]), 8)
+    threads, step = 32 * variant.warps, int(constants["STEP"])
+    given = 2 * int(constants["ROWS"]) * step // threads // 16
+    weights = int(constants["OUT"]) * step * bits // 8 // threads
+    times = 4 if variant.kernel.name == "expert_gates" else 2
+    wide, pairs = (0, weights // 8) if bits == 4 else (weights // 16, 0)
+    return times * (given + wide), times * pairs
 
 
 def _wide_bytes(variant: Variant) -> int:

@@ -12,7 +12,7 @@ import gpu_proof
 import kernel_references
 import pytest
 from fake_gpu import FakeDevice
-from harness.gpu import attention, kernels, recurrent
+from harness.gpu import attention, experts, kernels, recurrent
 from harness.gpu.kernels import check_kernels
 
 from edgellm.core.errors import EdgeLLMError
@@ -104,6 +104,21 @@ def test_recurrent_layers_are_checked_on_the_fake_gpu(monkeypatch):
             patch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: nothing})
             with pytest.raises(AssertionError, match="rows: "):
                 recurrent.check_recurrent(FakeDevice(), sizes)
+
+
+def test_experts_are_checked_on_the_fake_gpu(monkeypatch):
+    sizes = experts.Sizes.small()
+    found = experts.check_experts(FakeDevice(), sizes)
+    names = "group_rows", "expert_gates", "expert_downs", "sum_experts"
+    cases = [f"{codes}_{rows}" for codes in ("fp16", "int4", "fp4") for rows in sizes.rows]
+    assert {f"{name}_{case}_us" for name in names for case in cases} < found.keys()
+    for broken in names:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: lambda *_, **__: None}
+            )
+            with pytest.raises(AssertionError, match="rows: "):
+                experts.check_experts(FakeDevice(), sizes)
 
 
 def test_the_runtime_is_checked_on_the_fake_gpu():

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.experts import refuse_experts
-from edgellm.build.lowering.linears.weights import weight_kinds
+from edgellm.build.lowering.experts import all_weights, refuse_experts
 from edgellm.build.lowering.lora import Places, engine_options, write_adapted_layers
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Compiled, Estimate, Plan
@@ -41,6 +40,7 @@ from edgellm.core.manifest import Bundle, GraphSpec
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
@@ -106,8 +106,9 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     portable = {role: each for role, each in bundle.graphs.items() if role != COMMIT}
     by_role = {role: ir.load(source / graph.path) for role, graph in portable.items()}
     models = list(by_role.values())
-    for model in models:
-        _refuse(model)
+    for role, model in by_role.items():
+        if bundle.cache_of(role) is None:
+            _refuse(model)
     target = find_target(options.target_sm)
     check_types(models, target, options.fallback_precision)
     passes = passes_of(bundle.main_role, bundle, plan)
@@ -216,13 +217,15 @@ class _Compiler:
         """Lower a portable graph and compile it into `<name>.engine`."""
         self._report(f"lowering the {self.name} graph")
         lowered = self._folder / f"{self.name}.lowered.onnx"
+        engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
         weights = WeightFile(lowered.with_suffix(".data"))
         model = ir.load(portable)
-        _refuse(model)
+        if self._kernels is None:
+            _refuse(model)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
             self.notes = tuple(notes_of_blocks(model))
-            kinds = weight_kinds(model) - {"dense"}
+            kinds = {weight.kind for _, weight in all_weights(model.graph)} - {"dense"}
             self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
             lower(
                 model,
@@ -232,13 +235,13 @@ class _Compiler:
                 self._candidates,
                 self._kernels,
                 self._places,
+                engine.with_suffix(EXPERTS_SUFFIX),
             )
             adapt(model, self.target.library.version)
         weights.close()
         ir.save(model, lowered)
         del model
         self._report(f"compiling the {self.name} graph")
-        engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
         built = build(
             lowered, passes, engine, self.target, self._options, self._report, threads=threads
         )

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from edgellm.build.lowering.embeddings import table_of
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linears.weights import LinearWeight, linear_layers
 from edgellm.build.plan import Estimate
+from edgellm.build.tensorrt.lowering.expert_file import expert_bytes
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.lowering.linears import is_widened
 from edgellm.build.tensorrt.lowering.precision_fallback import BLOCK_SIZE, INT4, is_lacking
@@ -80,10 +82,12 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         linears, tables = _linear_bytes(model, dtype, sizes), _table_bytes(model, dtype)
         weights = sum({**tables, **linears}.values())  # a tied head is in both
         attentions = sum(node.op_type == "Attention" for node in model.graph)
-        engine += weights + _KERNEL_BYTES * sizes.passes
+        experts = [(layer, expert_bytes(layer)) for layer in ExpertLayer.all_of(model.graph)]
+        engine += weights + _KERNEL_BYTES * sizes.passes + sum(size for _, size in experts)
         working = _weight_copies(model, weights, sizes.full)
         peak = max(peak, working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
         decode += sum(linears.values())
+        decode += sum(size * layer.top_k // layer.count for layer, size in experts)
         scratch = max(scratch, _scratch_bytes(model, dtype, sizes))
     return Estimate(
         engine_bytes=engine,
@@ -109,14 +113,16 @@ def _weight_copies(model: ir.Model, weights: int, full: FullCompiler | None) -> 
 def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
     """Bytes of the longest pass: mask, three tensors of the widest layer, four of the narrowest.
 
-    The head, the last layer, computes few rows.
+    And two of the pairs of rows and experts. The head, the last layer, computes few rows.
     """
     weights = [weight for _, weight in linear_layers(model.graph)]
     shapes = [part.shape for weight in weights[:-1] for part in weight.parts]
     if not shapes:
         return 0
     widest, hidden = max(map(max, shapes)), min(width for width, _ in shapes)
-    return int(sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden) * dtype.itemsize)
+    layers = ExpertLayer.all_of(model.graph)
+    pairs = max((each.top_k * sum(each.down.shape[1:]) for each in layers), default=0)
+    return int(sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden + pairs) * dtype.itemsize)
 
 
 def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str, int]:

@@ -196,15 +196,6 @@ def test_integer_experts_on_cuda_equal_float_ones(tmp_path, monkeypatch):
     assert np.linalg.norm(found[4] - floats) < 0.01 * size < np.linalg.norm(found[8] - floats)
 
 
-def test_tensorrt_rejects_experts_before_the_build(bundle, tmp_path):
-    pytest.importorskip("tensorrt_rtx", reason="engines are compiled with tensorrt_rtx")
-    from edgellm.build.tensorrt.options import TensorRtOptions
-
-    plan = dataclasses.replace(PLAN, options=TensorRtOptions(target_sm="89"))
-    with pytest.raises(UnsupportedModelError, match="TensorRT's backend does not compute mixtures"):
-        predict(bundle, load_bundle(bundle, LLM_BUNDLE), plan, "tensorrt", tmp_path)
-
-
 @pytest.mark.parametrize("quantize", ["none", "int4"])
 def test_a_fault_in_experts_stops_the_build(quantize, bundle, tmp_path, monkeypatch):
     """Also if rounding may route single tokens to other experts."""

@@ -114,8 +114,8 @@ def test_kept_rows_are_those_of_a_fresh_prompt(gpu_engine):
 
 
 @needs_tensorrt
-@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text", "bamba"])
-def test_recurrent_layers_by_edgellm_s_kernels(tmp_path, model_type):
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text", "bamba", "qwen3_moe", "gpt_oss"])
+def test_recurrent_layers_and_experts_by_edgellm_s_kernels(tmp_path, model_type):
     """Chunks, a token, a tree of which a path is accepted, and a token after it."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", **models.find(model_type).TINY)
     source = open_checkpoint(str(checkpoint))

@@ -29,6 +29,7 @@ from edgellm.core.errors import (
     LimitError,
 )
 from edgellm.device_runtime.kernels.triton.catalog import Variant, variants
+from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import open_experts
 from edgellm.device_runtime.runners.tensorrt.cuda.gather import is_run
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, TensorInfo
 
@@ -258,6 +259,7 @@ class FakeEngine:
             for value in values
         }
         self.num_profiles = len(passes)
+        self.experts = open_experts(self.tensors, device, graph)
 
     def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ranges = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention_references import host_memory
 from kernel_references import REFERENCES
 
 pytest.importorskip("triton", reason="kernels are interpreted by triton: pip install '.[kernels]'")
@@ -14,6 +15,13 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
     """Run a kernel; arrays are read and written in place."""
     given = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in arguments]
     kernel[grid](*given, **constants)
+
+
+def by_reference(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
+    """Run the reference that the fake GPU runs."""
+    flat = [each.reshape(-1) if isinstance(each, np.ndarray) else each for each in arguments]
+    facts = {**constants, "grid": (*grid, 1, 1)[:3], "memory": host_memory}
+    REFERENCES[kernel.__name__](*flat, constants=facts)
 
 
 def run_both(kernel, *arguments, grid: tuple[int, ...] = (1,), **constants) -> None:

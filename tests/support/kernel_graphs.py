@@ -110,7 +110,7 @@ class KernelGraph:
         arrays = [known[each] for each in node.inputs]
         shapes = {key: each.shape for key, each in zip(plugin.inputs, arrays, strict=True)}
         outputs = [
-            np.full(shape, np.nan, dtype)
+            np.full(shape, np.nan if dtype.startswith("float") else -1, dtype)
             for dtype, shape in plugin.outputs(_NUMBERS, shapes, facts)
         ]
         launch = plugin.launch(_NUMBERS, shapes, facts)

@@ -13,6 +13,7 @@ from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
 from fake_gpu import FakeDevice, FakeEngine
 from scripted_costs import script_costs
 
+from edgellm.build.engine import build_engine
 from edgellm.build.lowering.lora import Places, engine_options
 from edgellm.build.lowering.weights import WeightFile
 from edgellm.build.plan import Plan
@@ -20,7 +21,7 @@ from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.lowering.op_table import Version
-from edgellm.build.tensorrt.profiles import passes_of
+from edgellm.build.tensorrt.profiles import in_chunks, passes_of
 from edgellm.core.graph_roles import COMMIT, DECODER, DRAFT, FUSE, HEADS
 from edgellm.core.manifest import (
     DRAFT_BUNDLE,
@@ -35,12 +36,16 @@ from edgellm.core.manifest import (
     load_engine,
     with_kv_dtype,
 )
-from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, network
 from edgellm.device_runtime.networks.draft import DraftNetwork
 from edgellm.device_runtime.networks.heads import HeadsNetwork
 from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.runner import Runner
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
+from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 PLAN = Plan(
     max_input_len=INPUT,
@@ -173,6 +178,42 @@ class Lowered:
         open_with(monkeypatch, open_engine, self.manifest.max_batch_size)
 
 
+class LoweredModel:
+    """A bundle in float16, its CPU engine, and its graph as TensorRT gets it."""
+
+    def __init__(self, checkpoint: Path, folder: Path, plan: Plan, codes: str = "fp16") -> None:
+        self._plan = plan
+        self.bundle, self.engine = folder / "bundle", folder / "engine"
+        export_llm(open_checkpoint(str(checkpoint)), self.bundle, ExportOptions(dtype="fp16"))
+        own = dataclasses.replace(plan, max_batch_size=1)
+        build_engine("llm", self.bundle, self.engine, own, "onnxruntime", lambda _: None)
+        self.graph, bundle = folder / "decoder.onnx", load_bundle(self.bundle, LLM_BUNDLE)
+        lower_for_gpu(
+            self.bundle / "model.onnx",
+            self.graph,
+            kernels=Kernels(110, codes, plan.max_batch_size),
+            capacity=plan.kv_capacity,
+        )
+        self.passes = passes_of(DECODER, bundle, plan)
+        self.manifest_of_cpu = engine = load_engine(self.engine, LLM_ENGINE)
+        graphs = tuple(GraphSpec("decoder.engine", p.max_rows, "fp16") for p in self.passes)
+        self.manifest = dataclasses.replace(
+            engine,
+            graphs={DECODER: graphs},
+            spec=with_kv_dtype(engine.decoder, KV_DTYPES[codes]),
+            prefill_rows=in_chunks(bundle, plan).max_input_len,
+            max_batch_size=plan.max_batch_size,
+        )
+
+    def runners(self, device: FakeDevice, engine: Engine | None = None) -> dict[str, Runner]:
+        """Runners, by default of its own manifest."""
+        loaded, engine = FakeEngine(self.graph, self.passes, device), engine or self.manifest
+        return {DECODER: tensorrt.runner_of(DECODER, engine, loaded, device)}
+
+    def open(self, device: FakeDevice) -> DecoderNetwork:
+        return network(self.runners(device), self.manifest.decoder, self._plan.kv_capacity)
+
+
 def open_with(
     patch: pytest.MonkeyPatch,
     open_engine: Callable[[Path, Engine], dict[str, Runner]],
@@ -195,7 +236,8 @@ def lower_for_gpu(
 ) -> None:
     """A portable graph as TensorRT gets it."""
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    lower(model, weights, dtype, capacity, candidates, kernels, places)
+    experts = target.with_suffix(EXPERTS_SUFFIX)
+    lower(model, weights, dtype, capacity, candidates, kernels, places, experts)
     weights.close()
     adapt(model, version)
     ir.save(model, target)

@@ -63,6 +63,63 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
     return list(ir.from_onnx_text(text).functions.values())
 
 
+def expert_stand_ins(hidden: int, inner: int, top_k: int, experts: int) -> list[ir.Function]:
+    """Functions with the shapes and types of the nodes of experts."""
+    given = "given, plugin_namespace, plugin_version, aot"
+    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
+    g (float16[1, n, 8] q) => (float16[1, n, 8] y) {{ y = Identity(q) }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    group_rows <{given}> (ids) => (order, begins) {{
+        order = Cast<to = 6>(ids)
+        axes = Constant<value = int64[2] {{1, 2}}>()
+        wide = Cast<to = 1>(ids)
+        largest = ReduceMax(wide, axes)
+        least = Squeeze(largest, axes)
+        axis = Constant<value = int64[1] {{1}}>()
+        one = Unsqueeze(least, axis)
+        times = Constant<value = int64[2] {{1, {experts + 1}}}>()
+        each = Tile(one, times)
+        begins = Cast<to = 6>(each)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    expert_gates <{given}> (x, order, begins, table) => (y) {{
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        places = Cast<to = 10>(order)
+        place = ReduceMax<keepdims = 0>(places)
+        firsts = Cast<to = 10>(begins)
+        first = ReduceMax<keepdims = 0>(firsts)
+        axis = Constant<value = int64[1] {{2}}>()
+        mean = ReduceMean(x, axis)
+        sum = Sum(mean, entry, place, first)
+        times = Constant<value = int64[3] {{1, 1, {top_k * inner}}}>()
+        y = Tile(sum, times)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    expert_downs <{given}> (x, shares, order, begins, table) => (y) {{
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        places = Cast<to = 10>(order)
+        place = ReduceMax<keepdims = 0>(places)
+        firsts = Cast<to = 10>(begins)
+        first = ReduceMax<keepdims = 0>(firsts)
+        axis = Constant<value = int64[1] {{2}}>()
+        mean = ReduceMean(x, axis)
+        share = ReduceMean(shares, axis)
+        sum = Sum(mean, share, entry, place, first)
+        times = Constant<value = int64[3] {{1, 1, {top_k * hidden}}}>()
+        y = Tile(sum, times)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    sum_experts <{given}> (parts) => (y) {{
+        shape = Constant<value = int64[4] {{1, -1, {top_k}, {hidden}}}>()
+        apart = Reshape(parts, shape)
+        axis = Constant<value = int64[1] {{2}}>()
+        y = ReduceSum<keepdims = 0>(apart, axis)
+    }}"""
+    return list(ir.from_onnx_text(text).functions.values())
+
+
 def recurrent_stand_ins() -> list[ir.Function]:
     """Functions with the shapes and types of the nodes of recurrent layers."""
     text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt.lowering import kernel_recurrence
+from edgellm.build.tensorrt.lowering import kernel_experts, kernel_recurrence
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, missing, why_not
 from edgellm.build.tensorrt.lowering.op_table import takes_plugins
 from edgellm.build.tensorrt.options import AUTO, EDGELLM, TENSORRT, options_of
@@ -64,21 +65,25 @@ def plan_cache(
             f"--kvCache {plan.kv_cache}: TensorRT updates caches of floats only",
             hint="leave out --kernels tensorrt, or --kvCache",
         )
+    graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
     is_recurrent = isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None
     if is_recurrent:
         _require_alone(plan)
+    own = ["recurrent layers"] if is_recurrent else []
+    if any(find_calls(graph, *EXPERT_CALLS) for graph in graphs):
+        own.append("mixtures of experts")
     if wanted == TENSORRT:
-        _require_attention(is_recurrent, "--kernels tensorrt")
+        _require_none(own, "--kernels tensorrt")
         return CachePlan(bundle.dtype)
-    graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
     kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
         fault = fault or kernel_recurrence.why_not(graph, kernels.sm, _driver_ptx(plan))
+        fault = fault or kernel_experts.why_not(graph, kernels.sm, _driver_ptx(plan))
     if not fault:
         _require_few(plan)
         return CachePlan(KV_DTYPES[codes], kernels)
-    _require_attention(is_recurrent, fault)
+    _require_none(own, fault)
     _require_one(plan, fault)
     if wanted == EDGELLM:
         raise EdgeLLMError(
@@ -102,11 +107,11 @@ def _require_alone(plan: Plan) -> None:
         )
 
 
-def _require_attention(is_recurrent: bool, fault: str) -> None:
-    """Reject recurrent models without edgellm's kernels; raises `EdgeLLMError` with the `fault`."""
-    if is_recurrent:
+def _require_none(own: Sequence[str], fault: str) -> None:
+    """Reject layers that need edgellm's kernels; raises `EdgeLLMError` with the `fault`."""
+    if own:
         raise EdgeLLMError(
-            f"on TensorRT only edgellm's kernels compute recurrent layers: {fault}",
+            f"on TensorRT only edgellm's kernels compute {' and '.join(own)}: {fault}",
             hint="give --backend onnxruntime --device cpu",
         )
 

@@ -250,7 +250,7 @@ def emit_node(
     name: str,
     inputs: Sequence[ir.Value | None],
     outputs: Sequence[tuple[ir.DataType, list[int | str | None]]],
-    **given: int | str,
+    **given: int | str | list[int],
 ) -> Sequence[ir.Value]:
     """A plugin node in the parser's form, with `aot`: the kernel is in the plan."""
     found = graph.nodes(

@@ -6,6 +6,8 @@ rounding or smoothing of inputs is merged, and weights are laid out for all pass
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -20,6 +22,7 @@ from edgellm.build.lowering.top_logits import add_top_logits
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
 from edgellm.build.tensorrt.lowering.downgrade_ops import uncap_attention
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_attention
+from edgellm.build.tensorrt.lowering.kernel_experts import lower_experts
 from edgellm.build.tensorrt.lowering.kernel_recurrence import lower_recurrences
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
 from edgellm.core import graph_io
@@ -38,6 +41,7 @@ def lower(
     candidates: int = 0,
     kernels: Kernels | None = None,
     places: Places | None = None,
+    experts: Path | None = None,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -48,8 +52,9 @@ def lower(
         capacity: tokens of the KV cache, a constant in TensorRT; 0 for graphs without one.
         candidates: of a draft, for each token. A K at run time would be a shape, and a pass with
             varying shapes cannot be captured as a CUDA graph.
-        kernels: edgellm's kernels of attention and recurrent layers; None: TensorRT's operators.
+        kernels: edgellm's, for attention, recurrent layers, experts; None: TensorRT's operators.
         places: of LoRA adapters; None: linear layers take none.
+        experts: file that receives the weights of experts; None: there are none.
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
@@ -58,6 +63,8 @@ def lower(
     if kernels is not None:
         lower_attention(graph, kernels, capacity)
         lower_recurrences(graph, kernels.sm)
+        if experts is not None:
+            lower_experts(graph, kernels.sm, experts)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)

@@ -119,8 +119,7 @@ _SINCE_10_3: dict[str, Rule] = {
     "DequantizeLinear": Rule(
         dtypes=EIGHT_BITS | FOUR_BITS, initializers=(2,), blocked=_INT4_BLOCKS
     ),
-    "Gather": Rule(dtypes=ANY),
-    "GatherElements": Rule(dtypes=ANY),
+    **dict.fromkeys(("Gather", "GatherElements"), Rule(dtypes=ANY)),
     "Gelu": _UNARY,
     "LayerNormalization": _UNARY,
     "MatMul": Rule(dtypes=FLOATS, checked=(0, 1)),
@@ -170,6 +169,10 @@ _KERNELS = {
     "edgellm::delta_rows": Rule(
         dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2, 3, 4), ranks=frozenset({3})
     ),
+    "edgellm::group_rows": Rule(dtypes=frozenset({ir.DataType.INT64}), ranks=frozenset({3})),
+    "edgellm::expert_gates": Rule(dtypes=_HALF, ranks=frozenset({3})),
+    "edgellm::expert_downs": Rule(dtypes=_HALF, checked=(0, 1), ranks=frozenset({3})),
+    "edgellm::sum_experts": Rule(dtypes=_HALF, ranks=frozenset({3})),
 }
 
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (

@@ -19,12 +19,15 @@ FIRST_FP8 = 89  # compute capability that converts E4M3 numbers
 LARGEST_SHARED_BYTES = 48 << 10  # the limit of a launch without an attribute
 HEAD_DIM_STEP = 16  # head_dim is a multiple, so rows of all dtypes are read 16 bytes at a time
 STATE_STEP = 8  # sizes of recurrent layers are multiples
+EXPERT_STEP = 16  # widths of experts are multiples, and inputs that share a scale
 # Arguments that are multiples of a number, and the number.
 STEPS = {
     "head_dim": HEAD_DIM_STEP,
     "key_dim": STATE_STEP,
     "value_dim": STATE_STEP,
     "width": STATE_STEP,
+    "hidden": EXPERT_STEP,
+    "inner": EXPERT_STEP,
 }
 TILES = (64, 128, 256)  # values of D
 OWN_SIZES = (64, 128)  # values of head_dim with an own `attend`
@@ -33,6 +36,9 @@ START = 5  # fields of a sequence's start, see `growth`
 ROWS = 16  # query rows of a program; with 64 sm_110 would use other matrix units
 CHANNELS = 256  # of a convolution, in a program
 VALUES = 32  # of a head of a recurrent layer, in a program
+EXPERT_OUTPUTS, EXPERT_INPUTS = 32, 128  # of an expert's matrix, in a program and in a step
+SUMMED = 512  # numbers of a row of experts, in a program
+PAIRS = 512  # of rows and experts, in a step
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
 # Supported sizes: nodes of a tree, candidates of a level, nodes of a pool.
 NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
@@ -112,6 +118,10 @@ KERNELS = {
         ),
         Kernel(module="recurrent", name="delta_rows", grid=("heads", _PARTS, "1")),
         Kernel(module="recurrent", name="advance_state", grid=("heads", _PARTS, "entries")),
+        Kernel(module="experts", name="group_rows", grid=("experts + 1", "1", "1")),
+        Kernel(module="experts", name="expert_gates", grid=("experts", "cdiv(inner, OUT)", "1")),
+        Kernel(module="experts", name="expert_downs", grid=("experts", "cdiv(hidden, OUT)", "1")),
+        Kernel(module="experts", name="sum_experts", grid=("num_rows", "cdiv(hidden, BLOCK)", "1")),
     )
 }
 
@@ -143,6 +153,8 @@ CONVOLVE_ROWS, ADVANCE_WINDOW = (
     Variant(kernel=KERNELS[name], constants={"BLOCK": CHANNELS}, warps=1)
     for name in ("convolve_rows", "advance_window")
 )
+GROUP_ROWS = Variant(kernel=KERNELS["group_rows"], constants={"BLOCK": PAIRS}, warps=4)
+SUM_EXPERTS = Variant(kernel=KERNELS["sum_experts"], constants={"BLOCK": SUMMED}, warps=2)
 
 
 def variants(sm: int) -> Iterator[Variant]:
@@ -178,6 +190,11 @@ def variants(sm: int) -> Iterator[Variant]:
         yield advance_state(size)
         yield delta_rows(size, takes=True)
         yield delta_rows(size, takes=False)
+    yield GROUP_ROWS
+    yield SUM_EXPERTS
+    for code in (*codes, "int4", "fp4"):
+        yield expert_gates(code)
+        yield expert_downs(code)
 
 
 def accept_greedy(nodes: int) -> Variant:
@@ -241,6 +258,21 @@ def delta_rows(tile: int, *, takes: bool) -> Variant:
 def advance_state(tile: int) -> Variant:
     """`advance_state` for a tile of keys."""
     return _of_states("advance_state", tile, 160 if tile == TILES[-1] else 128)
+
+
+def expert_gates(codes: str) -> Variant:
+    """`expert_gates` for weights in these codes."""
+    return _of_experts("expert_gates", codes)
+
+
+def expert_downs(codes: str) -> Variant:
+    """`expert_downs` for weights in these codes."""
+    return _of_experts("expert_downs", codes)
+
+
+def _of_experts(name: str, codes: str) -> Variant:
+    constants = {"CODES": codes, "ROWS": ROWS, "OUT": EXPERT_OUTPUTS, "STEP": EXPERT_INPUTS}
+    return Variant(kernel=KERNELS[name], constants=constants, warps=4, max_registers=128)
 
 
 def _of_states(name: str, tile: int, max_registers: int, **constants: bool) -> Variant:

@@ -21,6 +21,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
     TARGETS,
     attend,
     delta_rows,
+    expert_downs,
     keep_rows,
     variants,
 )
@@ -163,6 +164,14 @@ def test_states_are_read_16_bytes_at_a_time():
     for times, said in ((3, ["a thread reads 48 bytes 16 at a time, not 64"]), (4, [])):
         ptx = Ptx(entry="delta_rows", text=wide * times, version=85, target="sm_87", shared_bytes=0)
         assert faults(variant, ptx, Assembled(128, 0)) == said
+
+
+def test_experts_are_read_16_bytes_at_a_time():
+    """Pairs of 4-bit codes 8 at a time, since widths are multiples of 16."""
+    variant, pair = expert_downs("int4"), WIDE.replace("0x10", "0x8")
+    for text, faulty in ((WIDE * 4 + pair * 4, False), (WIDE * 4, True), (pair * 8, True)):
+        ptx = Ptx(entry="expert_downs", text=text, version=85, target="sm_87", shared_bytes=0)
+        assert bool(faults(variant, ptx, Assembled(128, 0))) == faulty
 
 
 def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):

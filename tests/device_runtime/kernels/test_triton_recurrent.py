@@ -6,21 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from attention_references import host_memory
-from interpreted import launch
-from kernel_references import REFERENCES
+from interpreted import by_reference, launch
 
 from edgellm.device_runtime.kernels.triton import cache, catalog, recurrent
 
 ENTRIES, ENTRY = 3, 1  # of the table
 CAPACITY = 40  # rows that can be stored
-
-
-def by_reference(kernel, grid, *arguments, **constants) -> None:
-    """Run the reference that the fake GPU runs."""
-    flat = [each.reshape(-1) if isinstance(each, np.ndarray) else each for each in arguments]
-    facts = {**constants, "grid": (*grid, 1)[:3], "memory": host_memory}
-    REFERENCES[kernel.__name__](*flat, constants=facts)
 
 
 def make_table(parts: list[np.ndarray], magic: int = cache.MAGIC.value) -> np.ndarray:

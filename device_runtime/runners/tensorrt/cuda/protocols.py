@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 
 ALIGNMENT = 256  # bytes; of tensors on the device
+EXPERTS_SUFFIX = ".experts"  # of the file with an engine's experts, next to its plan
 
 
 class Buffer(Protocol):
@@ -218,8 +219,22 @@ class Context(Protocol):
         ...
 
 
+class Experts(Protocol):
+    """Weights of experts on the device."""
+
+    @property
+    def addresses(self) -> Mapping[str, int]:
+        """Of the inputs of an engine that takes them."""
+        ...
+
+
 class CompiledEngine(Protocol):
     """A loaded engine; its weights lie on the device."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """Weights that it knows by address; None: it has no mixtures of experts."""
+        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from edgellm.device_runtime.runners.tensorrt.library import attention_nodes, recurrent_nodes
+from edgellm.device_runtime.runners.tensorrt.library import (
+    attention_nodes,
+    expert_nodes,
+    recurrent_nodes,
+)
 
-PLUGINS = (*attention_nodes.PLUGINS, *recurrent_nodes.PLUGINS)
+PLUGINS = (*attention_nodes.PLUGINS, *recurrent_nodes.PLUGINS, *expert_nodes.PLUGINS)
 NODES = tuple(plugin.name for plugin in PLUGINS)

@@ -14,6 +14,7 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.core.graph_io import CACHE_TABLE
+from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import open_experts
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, TensorInfo
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 from edgellm.device_runtime.runners.tensorrt.library.specialized_kernels import (
@@ -36,7 +37,8 @@ def load_engine(
         compiled: file of kernels that the library compiles while the engine runs, if it does.
 
     Raises:
-        BrokenArtifactError: the library refuses the file.
+        BrokenArtifactError: the library refuses the file, or that of its experts is damaged.
+        LimitError: the device has too little memory for the experts.
         EdgeLLMError: a cache is not updated in place.
     """
     log = LibraryLog(trt)
@@ -67,7 +69,7 @@ def load_engine(
                 )
     kernels = specialize(trt, engine, device, compiled)
     return LoadedEngine(
-        trt=trt, runtime=runtime, engine=engine, device=device, log=log, kernels=kernels
+        trt=trt, runtime=runtime, engine=engine, device=device, log=log, kernels=kernels, plan=path
     )
 
 
@@ -83,7 +85,9 @@ class LoadedEngine:
         device: Device,
         log: LibraryLog,
         kernels: SpecializedKernels | None = None,
+        plan: Path | None = None,
     ) -> None:
+        """`plan`: the engine's file, next to that of its experts."""
         self._trt, self._engine, self._device, self._log = trt, engine, device, log
         self.kernels = kernels
         self._runtime = runtime  # lives as long as what it loaded
@@ -97,6 +101,7 @@ class LoadedEngine:
             )
             for name in names
         }
+        self.experts = None if plan is None else open_experts(self.tensors, device, plan)
 
     @property
     def num_profiles(self) -> int:

@@ -155,6 +155,29 @@ def test_nodes_compute_recurrent_layers():
         np.testing.assert_allclose(found, q[0, row] @ after, atol=1e-4)
 
 
+def test_nodes_compute_experts():
+    """Two of three experts for each row, with a ReLU in the place of Swish."""
+    random, machine, experts, hidden, inner = np.random.default_rng(0), Machine(), 3, 32, 16
+    half = lambda *shape: random.standard_normal(shape).astype(np.float16)  # noqa: E731
+    ups, downs = half(experts, inner, hidden) / 8, half(experts, hidden, inner) / 8
+    places = [value for each in (ups, ups, downs) for value in (each.ctypes.data, 0, 0, 0)]
+    table = np.array([experts, experts ^ MAGIC, *places])
+    numbers = np.array([65504, 3e38, 0, 0], np.float32).view(np.int32).tolist()
+    given = {"experts": experts, "top_k": 2, "hidden": hidden, "inner": inner, "capability": 87}
+    given |= {"layer": 0, "codes": "fp16", "block": 16, "gating_bits": numbers}
+    x, shares = half(1, ROWS, hidden), random.random((1, ROWS, 2)).astype(np.float16)
+    ids = np.stack([random.permutation(experts)[:2] for _ in range(ROWS)])[None]
+    order, begins = machine.run("group_rows", ids, given=given)
+    (gated,) = machine.run("expert_gates", x, order, begins, table, given=given)
+    (parts,) = machine.run("expert_downs", gated, shares, order, begins, table, given=given)
+    (y,) = machine.run("sum_experts", parts, given=given)
+    for row in range(ROWS):
+        rows = [
+            downs[at] @ np.maximum(ups[at] @ x[0, row].astype(float), 0) ** 2 for at in ids[0, row]
+        ]
+        np.testing.assert_allclose(y[0, row], shares[0, row] @ np.array(rows), atol=0.02)
+
+
 def test_each_layer_keeps_its_own_attribute_in_a_plan():
     """TensorRT copies a field's address; else all layers would use the last one's KV cache."""
     trt: Any = library()

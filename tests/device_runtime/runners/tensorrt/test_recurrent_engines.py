@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from eagle_engines import build_mtp
-from fake_gpu import FakeDevice, FakeEngine
-from lowered_engines import Lowered, lower_for_gpu, open_with
+from fake_gpu import FakeDevice
+from lowered_engines import Lowered, LoweredModel, open_with
 
-from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
-from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.profiles import in_chunks, passes_of
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.graph_io import STATE, STATE_ROWS, STATE_TABLE
 from edgellm.core.graph_roles import DECODER
-from edgellm.core.manifest import (
-    LLM_BUNDLE,
-    LLM_ENGINE,
-    Engine,
-    GraphSpec,
-    load_bundle,
-    load_engine,
-    with_kv_dtype,
-)
+from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks import sequence_kv
-from edgellm.device_runtime.networks.decoder import DecoderNetwork, network, open_decoder
-from edgellm.device_runtime.runners import tensorrt
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, open_decoder
 from edgellm.device_runtime.runners.tensorrt import state_memory
 from edgellm.export import models
-from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0)
@@ -56,39 +41,6 @@ def ask(model: LLM, prompt: str, length: int = 12):
     return answer
 
 
-class Hybrid:
-    """A bundle in float16, its CPU engine, and its graph as TensorRT gets it."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        checkpoint = make_checkpoint(folder / "checkpoint", **models.find(name).TINY)
-        self.bundle, self.engine = folder / "bundle", folder / "engine"
-        export_llm(open_checkpoint(str(checkpoint)), self.bundle, ExportOptions(dtype="fp16"))
-        build_engine("llm", self.bundle, self.engine, PLAN, "onnxruntime", lambda _: None)
-        self.graph, bundle = folder / "decoder.onnx", load_bundle(self.bundle, LLM_BUNDLE)
-        lower_for_gpu(
-            self.bundle / "model.onnx",
-            self.graph,
-            kernels=Kernels(110, "fp16"),
-            capacity=CAPACITY,
-        )
-        self.passes = passes_of(DECODER, bundle, PLAN)
-        self.manifest_of_cpu = engine = load_engine(self.engine, LLM_ENGINE)
-        graphs = {DECODER: tuple(GraphSpec("llm.engine", p.max_rows, "fp16") for p in self.passes)}
-        self.manifest = dataclasses.replace(
-            engine,
-            graphs=graphs,
-            spec=with_kv_dtype(engine.decoder, "float16"),
-            prefill_rows=in_chunks(bundle, PLAN).max_input_len,
-        )
-
-    def runners(self, device: FakeDevice, engine: Engine | None = None):
-        loaded = FakeEngine(self.graph, self.passes, device)
-        return {DECODER: tensorrt.runner_of(DECODER, engine or self.manifest, loaded, device)}
-
-    def open(self, device: FakeDevice) -> DecoderNetwork:
-        return network(self.runners(device), self.manifest.decoder, CAPACITY)
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -99,8 +51,10 @@ class Hybrid:
         ),
     ],
 )
-def hybrid(request, tmp_path_factory) -> Hybrid:
-    return Hybrid(request.param, tmp_path_factory.mktemp(request.param))
+def hybrid(request, tmp_path_factory) -> LoweredModel:
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "checkpoint", **models.find(request.param).TINY)
+    return LoweredModel(checkpoint, folder, PLAN)
 
 
 @pytest.fixture

@@ -1,0 +1,151 @@
+"""Mixtures of experts with edgellm's kernels, on the fake GPU: weights are known by address."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from conftest import make_checkpoint
+from fake_gpu import FakeDevice
+from harness.models.checkpoints import round_checkpoint
+from lowered_engines import LoweredModel, open_with
+
+from edgellm.build.plan import Plan
+from edgellm.core.artifact import hash_file
+from edgellm.core.errors import BrokenArtifactError, LimitError
+from edgellm.core.graph_io import EXPERT_TABLE
+from edgellm.core.manifest import FileRecord
+from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
+from edgellm.device_runtime.networks.decoder import open_decoder
+from edgellm.device_runtime.runners import tensorrt
+from edgellm.device_runtime.runners.tensorrt.cuda import expert_weights
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN
+from edgellm.export import models
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = SamplingParams(temperature=0)
+LOOKUPS = SpecOptions(network=None, lookups=("suffix", "ngram"), tree="fixed", verify_size=8)
+PLAN = Plan(max_input_len=48, kv_capacity=96, threads=1, max_verify_tree_size=12, max_batch_size=2)
+INT4 = "qwen3_moe_int4"
+_SIZES = {"nemotron_h": {"mamba_head_dim": 16}}  # kernels take multiples of 8
+_RECURRENT = ("qwen3_next", "lfm2_moe", "nemotron_h", "granitemoehybrid")
+
+
+def words(*numbers: int) -> str:
+    return " ".join(f"w{number}" for number in numbers)
+
+
+def ask(model: LLM, prompt: str, length: int = 8):
+    answer = model.generate(prompt, max_generate_length=length, sampling=GREEDY)
+    list(answer)
+    return answer
+
+
+def make(name: str, folder: Path) -> LoweredModel:
+    config = models.find("qwen3_moe" if name == INT4 else name).TINY
+    checkpoint = make_checkpoint(folder / "checkpoint", **{**config, **_SIZES.get(name, {})})
+    if name == INT4:
+        round_checkpoint(str(checkpoint), folder / "int4", 16)
+        checkpoint = folder / "int4"
+    answers = 1 if name in _RECURRENT else 2
+    return LoweredModel(checkpoint, folder, dataclasses.replace(PLAN, max_batch_size=answers))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen3_moe",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in (INT4, "mixtral", "gpt_oss", "olmoe", "ernie4_5_moe", *_RECURRENT)
+        ),
+    ],
+)
+def mixture(request, tmp_path_factory) -> LoweredModel:
+    return make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def is_rounded(mixture: LoweredModel) -> bool:
+    """Whether the CPU engine rounds inputs, to 8 bits with INT4 weights."""
+    return mixture.manifest.quantization != "none"
+
+
+def test_passes_equal_the_cpu_engine(mixture):
+    """A chunk with more pairs of an expert than a program has, a token, a tree."""
+    sessions = mixture.open(FakeDevice()), open_decoder(mixture.engine, mixture.manifest_of_cpu)
+    limit = 0.1 if is_rounded(mixture) else 0.02
+    # Of a seed with which no router has a near tie, which float16 would decide otherwise.
+    ids, write = np.random.default_rng(1).integers(9, 90, 60), 0
+    mask = np.tril(np.ones((5, 5), np.bool_))
+    mask[3, 2] = mask[4, 3] = False
+    places = np.array([0, 1, 2, 2, 3])
+    for rows in (41, 1, 5):
+        outputs = np.arange(rows) if rows == 5 else np.array([rows - 1])
+        tree = {"position_ids": write + places, "tree_mask": mask} if rows == 5 else {}
+        given = ids[write : write + rows], write, outputs
+        found, expected = (each.run(*given, **tree).logits.copy() for each in sessions)
+        assert np.abs(found - expected).max() < limit * np.abs(expected).max()
+        write += rows
+
+
+def test_outputs_equal_the_cpu_engine(mixture, monkeypatch):
+    """Requests of a batch, and speculation."""
+    device = FakeDevice()
+    open_with(monkeypatch, lambda *_: mixture.runners(device), mixture.manifest.max_batch_size)
+    prompts = [words(20, 21, 22, 20, 21, 22, 20), words(*range(30, 70)), words(40)]
+    model = LLM(mixture.engine)
+    found = [ask(model, prompt).token_ids for prompt in prompts]
+    assert device.captures
+    spoken = LLM(mixture.engine, spec=LOOKUPS)
+    assert [ask(spoken, prompt).token_ids for prompt in prompts] == found
+    answers = [model.generate(each, max_generate_length=8, sampling=GREEDY) for each in prompts]
+    for _ in model.together(answers, mixture.manifest.max_batch_size):
+        pass
+    assert [each.token_ids for each in answers] == found
+    monkeypatch.undo()
+    if is_rounded(mixture):
+        return
+    cpu = LLM(mixture.engine)
+    assert found == [ask(cpu, prompt).token_ids for prompt in prompts]
+
+
+def test_experts_are_in_their_file_only(mixture):
+    graph = ir.load(mixture.graph).graph
+    assert EXPERT_TABLE in {value.name for value in graph.inputs}
+    gates = [node for node in graph if node.op_type == "expert_gates"]
+    given = [json.loads(node.attributes[GIVEN].as_string()) for node in gates]
+    stored = mixture.graph.with_suffix(EXPERTS_SUFFIX).stat().st_size
+    count = sum(each["experts"] * each["hidden"] * each["inner"] for each in given)
+    largest = max(value.const_value.nbytes for value in graph.initializers.values())
+    assert largest < stored
+    bytes_each = {"fp16": 2, "int4": 0.5 + 2 / 16}[given[0]["codes"]]
+    matrices = 2 if not mixture.manifest.decoder.model_type.startswith("nemotron") else 1
+    assert stored >= (matrices + 1) * count * bytes_each
+    assert not any(".experts." in str(name) for name in graph.initializers)
+
+
+def test_a_damaged_file_is_rejected(mixture, monkeypatch):
+    path = mixture.graph.with_suffix(EXPERTS_SUFFIX)
+    whole = path.read_bytes()
+    try:
+        for damaged in (whole[:40], whole[: len(whole) // 3], b"\1" + whole[1:]):
+            path.write_bytes(damaged)
+            with pytest.raises(BrokenArtifactError, match="does not hold the experts") as caught:
+                mixture.open(FakeDevice())
+            assert caught.value.hint == "build the engine again"
+        path.unlink()
+        with pytest.raises(BrokenArtifactError, match="weights of experts cannot be read"):
+            mixture.open(FakeDevice())
+    finally:
+        path.write_bytes(whole)
+    monkeypatch.setattr(expert_weights, "_PIECE_BYTES", 4096)
+    mixture.open(FakeDevice())  # in several pieces
+    files = {path.name: FileRecord(*dataclasses.astuple(hash_file(path)))}
+    engine = dataclasses.replace(mixture.manifest, files=files)
+    with pytest.raises(LimitError, match="the engine needs"):
+        tensorrt.require_memory(len(whole), engine)

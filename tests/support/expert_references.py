@@ -1,0 +1,97 @@
+"""Mixtures of experts as the GPU kernels compute them, in NumPy: pair by pair, in float64.
+
+Weights are found by their table; `constants["memory"]` is as in `attention_references`.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+_MAGIC, _HEADER, _ADDRESSES, _PROJECTIONS = 0x656467656C6C6D, 2, 4, 3
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _matrix(table, layer, projection, expert, sizes, constants):
+    """Weights [out, in] and biases [out] of an expert."""
+    width, out, block = sizes
+    at = _HEADER + (layer * _PROJECTIONS + projection) * _ADDRESSES
+    places, count = table[at : at + _ADDRESSES].tolist(), out * width
+
+    def read(part, numbers, dtype):
+        size = np.dtype(dtype).itemsize
+        return constants["memory"](places[part] + expert * numbers * size, numbers, dtype)
+
+    bias = read(3, out, np.float16) if places[3] else np.zeros(out)
+    codes = constants["CODES"]
+    if codes == "fp16":
+        return read(0, count, np.float16).reshape(out, width), bias
+    if codes in ("int4", "fp4"):
+        pairs = read(0, count // 2, np.uint8)
+        found = np.stack([pairs & 15, pairs >> 4], -1).reshape(out, width)
+        doubled = 2 * np.concatenate([_E2M1, -_E2M1])
+        values = found - 8.0 if codes == "int4" else doubled[found]
+    else:
+        dtype = np.int8 if codes == "int8" else ml_dtypes.float8_e4m3fn
+        values = read(0, count, np.uint8).view(dtype).reshape(out, width).astype(np.float64)
+    factors = [
+        read(part, count // block, np.float16).reshape(out, -1).repeat(block, 1).astype(np.float64)
+        if places[part]
+        else 0
+        for part in (1, 2)
+    ]
+    return values * factors[0] + factors[1], bias
+
+
+def _product(x, matrix):
+    weights, biases = matrix
+    return weights.astype(np.float64) @ x.astype(np.float64) + biases
+
+
+def _pairs(table, order, begins, constants):
+    """Place, pair and expert of all pairs; none if the table is invalid."""
+    count, magic = table[:_HEADER].tolist()
+    for expert in range(constants["grid"][0] if count ^ _MAGIC == magic else 0):
+        for place in range(begins[expert], begins[expert + 1]):
+            yield place, int(order[place]), expert
+
+
+def group_rows(ids, num_pairs, order, begins, *, constants):
+    own = ids[:num_pairs]
+    order[:num_pairs] = np.argsort(own, kind="stable")
+    experts = np.arange(constants["grid"][0])
+    begins[: len(experts)] = np.searchsorted(np.sort(own), experts)
+
+
+def expert_gates(
+    x, order, begins, table, layer, hidden, inner, block, top_k, *bits_and_y, constants
+):
+    *bits, y = bits_and_y
+    assert constants["grid"][1] * constants["OUT"] >= inner
+    alpha, limit, offset, cubic = np.array(bits, np.int32).view(np.float32).astype(np.float64)
+    sizes = hidden, inner, block
+    for place, pair, expert in _pairs(table, order, begins, constants):
+        row = x[pair // top_k * hidden :][:hidden]
+        gate, up = (
+            _product(row, _matrix(table, layer, at, expert, sizes, constants)) for at in range(2)
+        )
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        with np.errstate(over="ignore"):
+            gate = gate / (1 + np.exp(-gate * (alpha + cubic * gate**2)))
+        y[place * inner : (place + 1) * inner] = gate * (up + offset)
+
+
+def expert_downs(x, shares, order, begins, table, layer, hidden, inner, block, y, *, constants):
+    assert constants["grid"][1] * constants["OUT"] >= hidden
+    sizes = inner, hidden, block
+    for place, pair, expert in _pairs(table, order, begins, constants):
+        row = x[place * inner :][:inner]
+        found = _product(row, _matrix(table, layer, 2, expert, sizes, constants))
+        y[pair * hidden : (pair + 1) * hidden] = found * float(shares[pair])
+
+
+def sum_experts(parts, hidden, top_k, y, *, constants):
+    rows = constants["grid"][0]
+    assert constants["grid"][1] * constants["BLOCK"] >= hidden
+    found = parts[: rows * top_k * hidden].reshape(rows, top_k, hidden).astype(np.float32)
+    y[: rows * hidden] = found.sum(1).reshape(-1)
