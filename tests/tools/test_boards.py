@@ -6,6 +6,7 @@ its files. Numbers are those of another model, so they are not compared.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy_llama
 import pytest
 import real_bindings
+from device_fakes import make_device, run_transfer
 from installed import ROOT
 
 from edgellm.export.graph.architecture import ExportOptions
@@ -23,6 +25,7 @@ from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 PAGE = ROOT / "docs" / "how-to" / "jetson.md"
 _BLOCK = re.compile(r"<!-- printed: (.+?) -->\n```console\n(.*?)```", re.DOTALL)
 _NUMBER = re.compile(r"\d+(\.\d+)?")
+TRANSFER = "transfer"
 FLAGS = "--backend tensorrt --maxInputLen 16 --maxKVCacheCapacity 32"
 ORIN_MODES = "15W", "25W", "MAXN_SUPER", "7W"
 
@@ -193,5 +196,16 @@ def test_the_page_shows_what_is_printed(printed_by, name):
     assert [line for line in shown if _without_numbers(line) not in printed] == []
 
 
+def test_the_page_shows_what_a_transfer_prints(bundle, tmp_path):
+    device, here = make_device(tmp_path)
+    environment = {**os.environ, **device.environment(here)}
+    words = bundle, "user@jetson:models/bundle"
+    sent, checked = (
+        run_transfer(*words, *more, env=environment).stdout for more in ([], ["--check"])
+    )
+    shown = [_without_numbers(line) for line in _documented()[TRANSFER]]
+    assert shown == [_without_numbers(line) for line in (sent, checked)]
+
+
 def test_every_block_is_of_a_board():
-    assert {*_documented()} == {*BOARDS}
+    assert {*_documented()} == {*BOARDS, TRANSFER}
