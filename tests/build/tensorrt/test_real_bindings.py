@@ -20,6 +20,10 @@ PLUGINS = {
     "combine": ["HALF"],
     "convolve_rows": ["HALF"],
     "delta_rows": ["FLOAT"],
+    "group_rows": ["INT32", "INT32"],
+    "expert_gates": ["HALF"],
+    "expert_downs": ["HALF"],
+    "sum_experts": ["HALF"],
 }
 RTX_ONLY = "ComputeCapability", "num_compute_capabilities", "set_compute_capability"
 # What older versions lack; edgellm asks for it with hasattr, or by version.
