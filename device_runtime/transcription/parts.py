@@ -14,7 +14,9 @@ from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.transcription.speech_detector import Region, SpeechDetector
 from edgellm.multimodal.audio import SAMPLE_RATE
 
-_STEP = 3 * SAMPLE_RATE // 10  # at least between parts of the same speech
+# At least between parts of the same speech: words on which decodings of almost the same audio agree
+# are often wrong
+_STEP = 6 * SAMPLE_RATE // 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ def test_the_current_speech_stays_in_its_region(monkeypatch, cuts_back):
 
 
 def test_speech_that_goes_on_is_a_part_again_and_again(monkeypatch):
-    """Each has more audio: 0.3 s, and what the computation took."""
+    """Each has more audio: 0.6 s, or what the computation took."""
     monkeypatch.setattr(SpeechProbabilities, "_run", lambda *_: 0.9)
     now = 0.0
     monkeypatch.setattr(parts.time, "monotonic", lambda: now)
@@ -233,8 +233,8 @@ def test_speech_that_goes_on_is_a_part_again_and_again(monkeypatch):
     assert [complete for _, complete in ends] == [False] * 5 + [True]
     steps = np.diff([end for end, _ in ends])
     assert ends[0][0] == pytest.approx(0.3, abs=0.1)
-    assert steps[:4] == pytest.approx([0.3, 0.3, 1.0, 0.5], abs=0.15)
-    assert steps.min() >= 0.3 - 1e-6
+    assert steps[:4] == pytest.approx([0.6, 0.6, 1.0, 0.6], abs=0.15)
+    assert steps.min() >= 0.6 - 1e-6
     assert ends[-1] == (6.0, True)
 
 

@@ -280,7 +280,7 @@ def test_words_come_before_their_line_is_complete(live, voice, deaf_engine):
     whole, _ = live(*given, "--no_partial").communicate(voice[1] + SILENCE, timeout=60)
     process = live(*given)
     process.stdin.write(voice[1][:16000])  # half a second; more is written when words have come
-    for begin in range(16000, 32000, 800):
+    for begin in range(16000, len(voice[1]), 800):
         process.stdin.write(voice[1][begin : begin + 800])
         process.stdin.flush()
         if select.select([process.stdout], [], [], 0.5)[0]:
