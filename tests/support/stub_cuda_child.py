@@ -199,6 +199,7 @@ def read_machine() -> None:
 
 
 def main() -> dict[str, Any]:
+    gc.freeze()  # collections of imported modules would take most of the time
     scenario()
     check_threads()
     check_memory()
