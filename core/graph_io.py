@@ -143,9 +143,11 @@ AUDIO_MASK = "audio_mask"  # bool [W, T, T] or [B, C, K]; what each row attends 
 AUDIO_EMBEDS = "audio_embeds"  # activations [rows, H]; rows after the clip's tokens are padding
 
 
-# Speech models. The encoder computes the keys and values of a window for each layer of the decoder,
-# which takes them as inputs of the same names.
+# Speech models. The encoder computes hidden states of a window. A graph of its own computes from
+# them the keys and values for each layer of a decoder, which takes them as inputs of the same
+# names. So decoders may share an encoder.
 INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]; other sizes in chat models
+ENCODER_HIDDEN = "encoder_hidden_states"  # activations [1, A, H], after the last norm
 CROSS = "cross."  # prefix of `cross_name`
 # activations [1, S, N*D]; queries of `AudioSpec.alignment_heads` in this order, before the product
 # with keys, from which the host computes what each token attends to

@@ -23,7 +23,8 @@ FUSE = "fuse"  # makes a draft's hidden rows of a base's features
 BLOCK = "block"  # a draft network with a KV cache; one forward pass predicts a block of tokens
 HEADS = "heads"  # predict tokens from the newest committed hidden state, one for each head
 ENCODER = "encoder"  # of images or audio, whose rows a decoder takes in place of embeddings
-AUDIO_ENCODER = "audio_encoder"  # computes what a decoder attends to of a window of audio
+AUDIO_ENCODER = "audio_encoder"  # computes hidden states of a window of audio
+CROSS_KV = "cross_kv"  # computes keys and values of them, which a decoder attends to
 
 # Kinds of passes that are measured
 PASS = "pass"  # of a decoder
@@ -43,7 +44,7 @@ class Rows(Enum):
     ONE = "one"
     ACCEPTED = "accepted tokens of a decoder's pass"
     ITEM = "the patches or tiles of an image, or the features of an audio clip, of any size"
-    AUDIO = "the frames of a window of audio"
+    AUDIO = "the frames of a window of audio, or the encoder's positions of it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,7 @@ ROLES = {
     ),
     ENCODER: Role(rows=Rows.ITEM),
     AUDIO_ENCODER: Role(rows=Rows.AUDIO),
+    CROSS_KV: Role(rows=Rows.AUDIO),
 }
 
 

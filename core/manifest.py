@@ -36,6 +36,7 @@ ENGINE_VERSION = 3  # of engines, whose format changes more often than that of b
 MANIFEST_NAME = "manifest.json"
 _CHECKSUM = "manifest_sha256"  # key in the file: the hash of all other keys
 LAYER_REPORT = ".layers.json"  # after the name of a compiled graph: what it was fused to
+ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines; see `export.checkpoints`
 THREADS = "threads"  # option of an engine: threads of a pass on the CPU
 ESTIMATED = "estimated_cost"  # option of engines, see `Engine.estimated`
 DRAFT_FOLDER = "draft"  # folder of a draft's engine in that of its base

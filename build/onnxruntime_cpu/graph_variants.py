@@ -22,7 +22,7 @@ from edgellm.build.onnxruntime_cpu.linears import (
 from edgellm.build.onnxruntime_cpu.options import kernels_of
 from edgellm.build.plan import Plan, max_rows
 from edgellm.core.errors import EdgeLLMError, UnsupportedModelError
-from edgellm.core.graph_roles import AUDIO_ENCODER, DECODER, DRAFT, ENCODER
+from edgellm.core.graph_roles import AUDIO_ENCODER, CROSS_KV, DECODER, DRAFT, ENCODER
 from edgellm.core.manifest import Bundle
 from edgellm.core.onnx_functions import ROUND_INPUT
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM
@@ -77,6 +77,7 @@ def variants_of(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[
         DECODER: _decoder_variants,
         ENCODER: _encoder_variants,
         AUDIO_ENCODER: _audio_variants,
+        CROSS_KV: _audio_variants,
     }
     return choose.get(role, _draft_variants)(role, model, bundle, plan)
 
@@ -143,7 +144,7 @@ def _own_variant(role: str, model: ir.Model, quantize: str, max_rows: int) -> Va
     if quantize in ("int8", "int4"):
         kinds = {quantize if kind in ("dense", "fp8") else kind for kind in kinds}
     precision = "+".join(sorted(kinds - {"dense"})) or _float_types(model)
-    one_term = COARSE_INPUTS if role in (DECODER, AUDIO_ENCODER) else ALL_INPUTS
+    one_term = COARSE_INPUTS if role in (DECODER, AUDIO_ENCODER, CROSS_KV) else ALL_INPUTS
     kernel = OwnLinears(rounds=quantize, one_term=one_term)
     name = "decode" if role == DECODER else role
     return Variant(name=name, precision=precision, kernel=kernel, prepacks=True, max_rows=max_rows)
@@ -190,7 +191,7 @@ def _draft_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> l
 
 
 def _audio_variants(role: str, model: ir.Model, bundle: Bundle, plan: Plan) -> list[Variant]:
-    """The graph of a speech model's encoder, with the kernels of its decoder."""
+    """A graph of a speech model's audio, with the kernels of its decoder."""
     if kernels_of(plan) != EDGELLM:
         return _encoder_variants(role, model, bundle, plan)
     check_quantize(weight_kinds(model), plan.quantize, takes_fp8=True)

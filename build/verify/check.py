@@ -18,7 +18,7 @@ from edgellm.build.verify.check_inputs import Inputs, audio_of, held_inputs
 from edgellm.build.verify.reference import Numbers, Reference, Source, as_floats
 from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.graph_roles import AUDIO_ENCODER
+from edgellm.core.graph_roles import CROSS_KV
 from edgellm.device_runtime.networks.decoder_io import parent_rows
 from edgellm.device_runtime.networks.recurrent_state import States
 from edgellm.device_runtime.networks.recurrent_state_pool import HostStates
@@ -45,7 +45,7 @@ def run_passes(runner: Runner, source: Source, passes: Sequence[Inputs]) -> Numb
     found: list[Numbers] = []
     states = _Moved(source) if source.commit is not None else None
     cache = None if runner.kv_pool is None else runner.kv_pool.new_cache()
-    audio = None if source.role != AUDIO_ENCODER else audio_of(source.bundle)
+    audio = None if source.role != CROSS_KV else audio_of(source.bundle)
     positions = None if audio is None else audio.num_positions
     for inputs in passes:
         outputs = _run(runner, cache, inputs if states is None else states.begin(inputs))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.core import graph_io
-from edgellm.core.graph_roles import BLOCK, ROLES, Rows
+from edgellm.core.graph_roles import AUDIO_ENCODER, BLOCK, ROLES, Rows
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import (
     AudioEncoderSpec,
@@ -47,7 +47,7 @@ def sample_passes(role: str, bundle: Bundle, capacity: int, max_rows: int) -> li
         is_audio = isinstance(spec, AudioEncoderSpec)
         return [_clip(spec, random) if is_audio else _image(bundle.vision, random)]
     if facts.rows is Rows.AUDIO:
-        return [_window(audio_of(bundle), random)]
+        return [_window(role, bundle, random)]
     if facts.has_cache:
         passes = _rows(bundle.decoder, capacity, max_rows, random)
         sizes = [each[graph_io.INPUT_IDS].shape[1] for each in passes]
@@ -147,10 +147,14 @@ def audio_of(bundle: Bundle) -> AudioSpec:
     return bundle.decoder.audio
 
 
-def _window(spec: AudioSpec, random: np.random.Generator) -> Inputs:
-    """A window of noise."""
-    shape = (1, spec.num_mel_bins, spec.num_frames)
-    return {graph_io.INPUT_FEATURES: random.standard_normal(shape, np.float32)}
+def _window(role: str, bundle: Bundle, random: np.random.Generator) -> Inputs:
+    """A window of noise, or hidden states of one."""
+    spec = audio_of(bundle)
+    if role == AUDIO_ENCODER:
+        shape = (1, spec.num_mel_bins, spec.num_frames)
+        return {graph_io.INPUT_FEATURES: random.standard_normal(shape, np.float32)}
+    shape = (1, spec.num_positions, bundle.decoder.hidden_size)
+    return {graph_io.ENCODER_HIDDEN: random.standard_normal(shape, np.float32)}
 
 
 def _cross(spec: DecoderSpec, audio: AudioSpec) -> Inputs:

@@ -175,6 +175,8 @@ def _rows(inputs: Inputs) -> int:
     """Tokens of a pass, or an encoder's positions of a window of audio."""
     if graph_io.INPUT_FEATURES in inputs:
         return inputs[graph_io.INPUT_FEATURES].shape[-1] // 2
+    if graph_io.ENCODER_HIDDEN in inputs:
+        return inputs[graph_io.ENCODER_HIDDEN].shape[1]
     return inputs[graph_io.INPUT_IDS].shape[1] if graph_io.INPUT_IDS in inputs else 0
 
 

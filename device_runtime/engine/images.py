@@ -15,12 +15,11 @@ from edgellm.core.errors import (
     RequestError,
 )
 from edgellm.core.graph_io import PIXEL_VALUES
-from edgellm.core.manifest import VISUAL_ENGINE, Engine, load_engine
+from edgellm.core.manifest import ENCODER_HASH, VISUAL_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.engine.media.encoded import (
     CACHE_BYTES,
-    ENCODER_HASH,
     EncodedCache,
     EncodedItem,
     contradictions,

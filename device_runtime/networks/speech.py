@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.core import graph_io
-from edgellm.core.errors import EdgeLLMError
-from edgellm.core.graph_roles import AUDIO_ENCODER
+from edgellm.core.errors import BrokenArtifactError, EdgeLLMError
+from edgellm.core.graph_roles import AUDIO_ENCODER, CROSS_KV
 from edgellm.core.manifest import Engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.core.resources import trim
@@ -22,16 +23,41 @@ from edgellm.device_runtime.runners.runner import Runner
 class SpeechNetwork:
     """A loaded encoder of audio and its decoder, for one window at a time."""
 
-    def __init__(self, encoder: Runner, decoder: DecoderNetwork, audio: AudioSpec) -> None:
-        self._encoder, self._decoder, self._audio, self._length = encoder, decoder, audio, 0
+    def __init__(
+        self,
+        *,
+        encoder: Runner | None,
+        cross_kv: Runner,
+        decoder: DecoderNetwork,
+        audio: AudioSpec,
+    ) -> None:
+        """`encoder`: None: another network's encodes the windows."""
+        self._encoder, self._cross_kv, self._decoder = encoder, cross_kv, decoder
+        self._audio, self._length = audio, 0
         self._cross: Mapping[str, F32] = {}  # an engine may have positions in pages
         self._queries: list[F32] | None = None  # by token; None: not recorded
 
-    def listen(self, features: F32) -> None:
-        """Encode a window, log-mel features float32 [mel bins, F], and begin its text."""
-        self._cross = dict(self._encoder.run({graph_io.INPUT_FEATURES: features[None]}))
-        self._decoder.listen(self._cross)
+    @property
+    def num_mel_bins(self) -> int:
+        """Of the features that its encoder takes; 0: it has none."""
+        return 0 if self._encoder is None else self._audio.num_mel_bins
+
+    def encode(self, features: F32) -> F32:
+        """Hidden states float32 [1, A, H] of a window, valid until the next one.
+
+        Args:
+            features: log-mel, float32 [mel bins, F].
+        """
+        assert self._encoder is not None
+        found = self._encoder.run({graph_io.INPUT_FEATURES: features[None]})
+        hidden = found[graph_io.ENCODER_HIDDEN]
         trim()  # the encoder's intermediates, 60 MB of a small model
+        return hidden
+
+    def listen(self, hidden: F32) -> None:
+        """Begin the text of a window with these hidden states, as `encode` gives them."""
+        self._cross = dict(self._cross_kv.run({graph_io.ENCODER_HIDDEN: hidden}))
+        self._decoder.listen(self._cross)
         self.restart()
 
     def restart(self, *, records_queries: bool = False) -> None:
@@ -91,11 +117,17 @@ class SpeechNetwork:
         return self.logits(token_ids, np.array([len(token_ids) - 1]))[0]
 
 
-def open_speech(folder: Path, engine: Engine) -> SpeechNetwork:
+def open_speech(folder: Path, engine: Engine, *, has_encoder: bool = True) -> SpeechNetwork:
     """Load an engine of a speech model.
+
+    Args:
+        folder: of the engine.
+        engine: its manifest.
+        has_encoder: False: its encoder is not loaded.
 
     Raises:
         EdgeLLMError: it has a language model, or as `runners.Backend.open_engine`.
+        BrokenArtifactError: its bundle is of an older edgellm.
     """
     spec = engine.decoder
     if spec.audio is None:
@@ -103,6 +135,19 @@ def open_speech(folder: Path, engine: Engine) -> SpeechNetwork:
             f"{folder} has a language model ({spec.model_type}), not a speech model",
             hint="give a speech model, such as openai/whisper-tiny",
         )
+    if CROSS_KV not in engine.graphs:
+        raise BrokenArtifactError(
+            f"{folder} was made by an older edgellm, whose graphs of audio were others",
+            hint="export the model again with edgellm-export llm, then run llm_build; a stored "
+            "engine is removed by edgellm rm and made anew",
+        )
+    if not has_encoder:
+        kept = {role: each for role, each in engine.graphs.items() if role != AUDIO_ENCODER}
+        engine = replace(engine, graphs=kept)
     opened = runners.find(engine.backend).open_engine(folder, engine)
-    decoder = network(opened, spec, engine.max_kv_cache_capacity)
-    return SpeechNetwork(opened[AUDIO_ENCODER], decoder, spec.audio)
+    return SpeechNetwork(
+        encoder=opened.get(AUDIO_ENCODER),
+        cross_kv=opened[CROSS_KV],
+        decoder=network(opened, spec, engine.max_kv_cache_capacity),
+        audio=spec.audio,
+    )

@@ -25,13 +25,18 @@ class Draft(Protocol):
     """Predicts the tokens that follow a text.
 
     Attributes:
-        num_mel_bins: of the features that it listens to; 0: it does not listen.
+        num_mel_bins: of the features that its own encoder takes; 0: it has none.
     """
 
     num_mel_bins: int
 
-    def listen(self, features: F32) -> None:
-        """A new window, with features [num_mel_bins, F]."""
+    def listen(self, hidden: F32, features: F32) -> None:
+        """A new window.
+
+        Args:
+            hidden: states of the model's encoder, [1, A, H].
+            features: [num_mel_bins, F]; those of the model without an encoder.
+        """
         ...
 
     def begin(self, prompt: Sequence[int], rules: DecodingRules) -> None:
@@ -51,7 +56,7 @@ class NgramDraft:
     def __init__(self) -> None:
         self._lookup, self._known = NgramLookup(maximum=_MAX_TOKENS), 0
 
-    def listen(self, features: F32) -> None:
+    def listen(self, hidden: F32, features: F32) -> None:
         """See `Draft`; it hears nothing."""
 
     def begin(self, prompt: Sequence[int], rules: DecodingRules) -> None:
@@ -71,15 +76,15 @@ class NgramDraft:
 class ModelDraft:
     """A smaller speech model with the same tokens, which decodes greedily while it is sure."""
 
-    def __init__(self, network: SpeechNetwork, end_id: int, num_mel_bins: int) -> None:
-        """Args: `end_id`, the smallest of its end tokens; the mel bins of its features."""
-        self._network, self._end_id, self.num_mel_bins = network, end_id, num_mel_bins
+    def __init__(self, network: SpeechNetwork, end_id: int) -> None:
+        """Args: `network`, without an encoder if it has the model's; its smallest end token."""
+        self._network, self._end_id, self.num_mel_bins = network, end_id, network.num_mel_bins
         self._prompt: list[int] = []
         self._rules: DecodingRules | None = None
 
-    def listen(self, features: F32) -> None:
+    def listen(self, hidden: F32, features: F32) -> None:
         """See `Draft`."""
-        self._network.listen(features)
+        self._network.listen(self._network.encode(features) if self.num_mel_bins else hidden)
 
     def begin(self, prompt: Sequence[int], rules: DecodingRules) -> None:
         """See `Draft`."""

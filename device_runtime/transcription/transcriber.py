@@ -10,7 +10,7 @@ import numpy as np
 
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import EdgeLLMError, RequestError
-from edgellm.core.manifest import LLM_ENGINE, Engine, load_engine
+from edgellm.core.manifest import ENCODER_HASH, LLM_ENGINE, Engine, load_engine
 from edgellm.core.model_spec import AudioSpec
 from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.networks.speech import open_speech
@@ -226,13 +226,14 @@ class Transcriber:
 
     def listen(self, window: Window) -> None:
         """Encode a window."""
-        self.decoder.network.listen(window.features)
+        hidden = self.decoder.network.encode(window.features)
+        self.decoder.network.listen(hidden)
         if self._draft is not None:
-            self._draft.listen(window.draft_features)
+            self._draft.listen(hidden, window.draft_features)
 
     @property
     def draft_bins(self) -> int:
-        """Mel bins of the features that a draft listens to; 0: it does not listen."""
+        """Mel bins of the features that a draft's own encoder takes; 0: it has none."""
         return 0 if self._draft is None else self._draft.num_mel_bins
 
 
@@ -398,8 +399,11 @@ def _open_draft(
         return NgramDraft()
     path = Path(draft)
     found, audio = load_engine(path, LLM_ENGINE), engine.decoder.audio
+    encoders = [each.provenance.get(ENCODER_HASH) for each in (engine, found)]
+    shares_encoder = encoders[0] is not None and encoders[0] == encoders[1]
     with FileCheck(path, found.files, verify):
-        network, own = open_speech(path, found), found.decoder.audio
+        network = open_speech(path, found, has_encoder=not shares_encoder)
+    own = found.decoder.audio
     assert audio is not None
     assert own is not None
     require_same_tokens(folder, path)
@@ -411,7 +415,7 @@ def _open_draft(
             f"{path} has other windows or another capacity than {folder}",
             hint="build both engines with the same --maxKVCacheCapacity",
         )
-    return ModelDraft(network, min(found.eos_token_ids), own.num_mel_bins)
+    return ModelDraft(network, min(found.eos_token_ids))
 
 
 def _no_check() -> None:

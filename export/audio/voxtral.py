@@ -20,9 +20,8 @@ from edgellm.export.config.activations import ACTIVATIONS
 from edgellm.export.config.audio import FRAMES_PER_S, LOG_MEL, expect_settings, heads_of
 from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.config.visual import language_size
-from edgellm.export.layers.audio_blocks import EPSILON, Convolution, EncoderLayer
+from edgellm.export.layers.audio_blocks import WindowEncoder
 from edgellm.export.layers.mlp import FeedForward
-from edgellm.export.layers.norm import LayerNorm
 from edgellm.export.onnx.builder import Op
 
 TINY = {
@@ -112,29 +111,22 @@ class Config:
 
 
 class Model:
-    """Convolutions, learned positions, blocks, final norm, projector."""
+    """Whisper's encoder, then a projector."""
 
     parts = ("audio_tower", "multi_modal_projector")
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        self.config, tower, size = config, weights / "audio_tower", config.size
-        self.convolutions = [
-            Convolution(weights=tower / name, channels=(inner, size), stride=stride)
-            for name, inner, stride in (("conv1", config.num_mel_bins, 1), ("conv2", size, 2))
-        ]
-        self.embed_positions = tower / "embed_positions"
-        self.layers = [
-            EncoderLayer(
-                weights=tower / f"layers.{index}",
-                size=size,
-                num_heads=config.num_heads,
-                inner_size=config.inner_size,
-                activation=config.activation,
-            )
-            for index in range(config.depth)
-        ]
-        self.layer_norm = LayerNorm(tower / "layer_norm", size, EPSILON)
-        projector = weights / "multi_modal_projector"
+        self.audio_tower = WindowEncoder(
+            weights=weights / "audio_tower",
+            num_mel_bins=config.num_mel_bins,
+            num_positions=config.num_positions,
+            size=config.size,
+            depth=config.depth,
+            num_heads=config.num_heads,
+            inner_size=config.inner_size,
+            activation=config.activation,
+        )
+        self.inner_size, projector = config.inner_size, weights / "multi_modal_projector"
         self.projector = FeedForward(
             first=projector / "linear_1",
             second=projector / "linear_2",
@@ -145,18 +137,7 @@ class Model:
 
     def forward(self, op: Op, inputs: Mapping[str, ir.Value]) -> ir.Value:
         """Inputs by contract name -> tokens [W * A * d / D, H]."""
-        config, x = self.config, inputs[graph_io.INPUT_FEATURES]
-        for each in self.convolutions:
-            x = each(op, x, "gelu")
-        x = op.Transpose(x, perm=[0, 2, 1])
-        with op.scope("embed_positions"):
-            shape = config.num_positions, config.size
-            table = op.parameter(self.embed_positions.take("weight", shape, op.dtype))
-            x = op.Add(x, op.cast(table, op.dtype))
-        for index, layer in enumerate(self.layers):
-            with op.scope(f"layers.{index}"):
-                x = layer.forward(op, x)
-        x = self.layer_norm(op, x)
+        x = self.audio_tower.forward(op, inputs[graph_io.INPUT_FEATURES])
         with op.scope("joined"):
-            rows = op.Reshape(x, op.constant([-1, config.inner_size]))
+            rows = op.Reshape(x, op.constant([-1, self.inner_size]))
         return self.projector(op, rows)

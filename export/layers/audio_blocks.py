@@ -88,3 +88,52 @@ class EncoderLayer:
         q, k, v = own.q_proj(op, h), own.k_proj(op, h), own.v_proj(op, h)
         x = op.Add(x, own.out_proj(op, attend(op, q, k, v, self.num_heads, mask)))
         return op.Add(x, self.mlp(op, self.final_layer_norm(op, x)))
+
+
+class WindowEncoder:
+    """Whisper's encoder: convolutions, learned positions, blocks and final norm."""
+
+    def __init__(
+        self,
+        *,
+        weights: Weights,
+        num_mel_bins: int,
+        num_positions: int,
+        size: int,
+        depth: int,
+        num_heads: int,
+        inner_size: int,
+        activation: str,
+    ) -> None:
+        """`num_positions` of a window; `inner_size` and `activation` of feed-forward networks."""
+        self.convolutions = [
+            Convolution(weights=weights / name, channels=(inner, size), stride=stride)
+            for name, inner, stride in (("conv1", num_mel_bins, 1), ("conv2", size, 2))
+        ]
+        self.embed_positions = weights / "embed_positions"
+        self.shape = num_positions, size
+        self.layers = [
+            EncoderLayer(
+                weights=weights / f"layers.{index}",
+                size=size,
+                num_heads=num_heads,
+                inner_size=inner_size,
+                activation=activation,
+            )
+            for index in range(depth)
+        ]
+        self.layer_norm = LayerNorm(weights / "layer_norm", size, EPSILON)
+
+    def forward(self, op: Op, features: ir.Value) -> ir.Value:
+        """Features [B, mel bins, F] -> hidden states [B, A, H]."""
+        x = features
+        for each in self.convolutions:
+            x = each(op, x, "gelu")
+        x = op.Transpose(x, perm=[0, 2, 1])
+        with op.scope("embed_positions"):
+            table = op.parameter(self.embed_positions.take("weight", self.shape, op.dtype))
+            x = op.Add(x, op.cast(table, op.dtype))
+        for index, layer in enumerate(self.layers):
+            with op.scope(f"layers.{index}"):
+                x = layer.forward(op, x)
+        return self.layer_norm(op, x)

@@ -16,7 +16,7 @@ from edgellm.core.errors import (
     BrokenArtifactError,
     UnsupportedModelError,
 )
-from edgellm.core.graph_roles import AUDIO_ENCODER, COMMIT, DECODER
+from edgellm.core.graph_roles import AUDIO_ENCODER, COMMIT, CROSS_KV, DECODER
 from edgellm.core.manifest import LLM_BUNDLE, Bundle, GraphSpec
 from edgellm.core.model_spec import POOLER_FILE, POOLINGS, DecoderSpec, PoolerSpec, RecurrentSpec
 from edgellm.export import encoders
@@ -35,7 +35,7 @@ from edgellm.export.config.reader import ConfigReader
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.config import read_draft
 from edgellm.export.graph.architecture import ExportOptions, end_ids, read_architecture
-from edgellm.export.graph.audio_encoder import build_audio_encoder
+from edgellm.export.graph.audio_encoder import build_audio_encoder, build_cross_kv
 from edgellm.export.graph.bundle_files import (
     DTYPES,
     Progress,
@@ -53,7 +53,7 @@ from edgellm.export.pooling.pooler import Pooler, write_pooler
 from edgellm.export.pooling.rerankers import yes_no_pooler
 
 _GRAPH = "model"
-_ROLES = {_GRAPH: DECODER, COMMIT: COMMIT, AUDIO_ENCODER: AUDIO_ENCODER}  # by name of the graph
+_ROLES = {_GRAPH: DECODER, **{role: role for role in (COMMIT, AUDIO_ENCODER, CROSS_KV)}}  # by name
 _JSON_FILES = "config.json", "generation_config.json"
 # Tensors of encoders that embeddings do not need: heads, and BERT's pooler
 _HEADS = (
@@ -141,6 +141,7 @@ def _record(
     graphs = {_GRAPH: (model, op)}
     if config.audio is not None:
         graphs[AUDIO_ENCODER] = build_audio_encoder(architecture, config, weights, dtype)
+        graphs[CROSS_KV] = build_cross_kv(architecture, config, weights, dtype)
     if recurrences is None:
         return graphs, None
     graphs[COMMIT] = build_commit(recurrences)

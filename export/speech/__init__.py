@@ -1,7 +1,8 @@
 """Speech models, one file for each `model_type` of config.json.
 
-A file exports `Config` and `Model` as `export.models` do, `Encoder` (from log-mel features to the
-keys and values of audio that the decoder's layers attend to), and `TINY`.
+A file exports `Config` and `Model` as `export.models` do, `Encoder` (from log-mel features to
+hidden states), `CrossKV` (from these to the keys and values of audio that the decoder's layers
+attend to), and `TINY`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from edgellm.export.config.decoder import DecoderConfig
 from edgellm.export.config.layer_types import AttentionKind
 from edgellm.export.config.reader import REMEDY, ConfigReader
 from edgellm.export.layers.attention import PassState, split_heads
-from edgellm.export.layers.audio_blocks import EPSILON, Attention, Convolution, EncoderLayer
+from edgellm.export.layers.audio_blocks import EPSILON, Attention, WindowEncoder
 from edgellm.export.layers.embedding import Embedding
 from edgellm.export.layers.linear import Linear
 from edgellm.export.layers.mlp import FeedForward
@@ -188,48 +188,36 @@ class Model:
         return self.proj_out(op, self.norm(op, x))
 
 
-class Encoder:
-    """Convolutions, learned positions, blocks and final norm; then keys and values of audio."""
+class Encoder(WindowEncoder):
+    """Features of a window [1, mel bins, F] to hidden states [1, A, H]."""
 
     def __init__(self, config: Config, weights: Weights) -> None:
-        self.config, encoder, size = config, weights / "model.encoder", config.hidden_size
-        self.convolutions = [
-            Convolution(weights=encoder / name, channels=(inner, size), stride=stride)
-            for name, inner, stride in (("conv1", config.num_mel_bins, 1), ("conv2", size, 2))
-        ]
-        self.embed_positions = encoder / "embed_positions"
-        self.layers = [
-            EncoderLayer(
-                weights=encoder / f"layers.{index}",
-                size=size,
-                num_heads=config.encoder_heads,
-                inner_size=config.encoder_inner_size,
-                activation=config.activation,
-            )
-            for index in range(config.encoder_layers)
-        ]
-        self.layer_norm = LayerNorm(encoder / "layer_norm", size, EPSILON)
+        super().__init__(
+            weights=weights / "model.encoder",
+            num_mel_bins=config.num_mel_bins,
+            num_positions=config.num_positions,
+            size=config.hidden_size,
+            depth=config.encoder_layers,
+            num_heads=config.encoder_heads,
+            inner_size=config.encoder_inner_size,
+            activation=config.activation,
+        )
+
+
+class CrossKV:
+    """Keys and values of audio, of each layer of the decoder."""
+
+    def __init__(self, config: Config, weights: Weights) -> None:
+        self.head_dim = config.head_dim
         self.readers = [
-            Attention(weights / f"model.decoder.layers.{index}.encoder_attn", size)
+            Attention(weights / f"model.decoder.layers.{index}.encoder_attn", config.hidden_size)
             for index in range(config.num_hidden_layers)
         ]
 
-    def forward(self, op: Op, features: ir.Value) -> Iterator[ir.Value]:
-        """Features [1, mel bins, F] -> keys and values [1, heads, A, D], layer by layer."""
-        config, x = self.config, features
-        for each in self.convolutions:
-            x = each(op, x, config.activation)
-        x = op.Transpose(x, perm=[0, 2, 1])
-        with op.scope("embed_positions"):
-            shape = config.num_positions, config.hidden_size
-            table = op.parameter(self.embed_positions.take("weight", shape, op.dtype))
-            x = op.Add(x, op.cast(table, op.dtype))
-        for index, layer in enumerate(self.layers):
-            with op.scope(f"layers.{index}"):
-                x = layer.forward(op, x)
-        x = self.layer_norm(op, x)
+    def forward(self, op: Op, hidden: ir.Value) -> Iterator[ir.Value]:
+        """Hidden states [1, A, H] -> keys and values [1, heads, A, D], layer by layer."""
         for index, reader in enumerate(self.readers):
             for part, project in (("key", reader.k_proj), ("value", reader.v_proj)):
                 with op.scope(f"audio.{index}.{part}"):
-                    heads = split_heads(op, project(op, x), config.head_dim)
+                    heads = split_heads(op, project(op, hidden), self.head_dim)
                     yield op.Transpose(heads, perm=[0, 2, 1, 3])

@@ -34,7 +34,7 @@ def features():
 
 @pytest.fixture(scope="module")
 def expected(speech_checkpoint, features):
-    """Transformers' logits, and keys and values of audio by contract name."""
+    """Transformers' logits, hidden states, and keys and values of audio by contract name."""
     model, window = load_speech(speech_checkpoint), torch.from_numpy(features)[None]
     with torch.no_grad():
         hidden = model.model.encoder(window).last_hidden_state
@@ -49,16 +49,19 @@ def expected(speech_checkpoint, features):
                 ("value", layer.encoder_attn.v_proj),
             )
         }
+    cross[graph_io.ENCODER_HIDDEN] = hidden
     return logits.numpy(), {name: each.numpy() for name, each in cross.items()}
 
 
-def test_the_encoder_gives_keys_and_values(speech_engine, features, expected):
-    path = speech_engine.parent / "bundle" / "audio_encoder.onnx"
-    session = onnxruntime.InferenceSession(path)
-    names = [each.name for each in session.get_outputs()]
-    found = session.run(names, {graph_io.INPUT_FEATURES: features[None]})
-    assert names == [*expected[1]]
-    for name, array in zip(names, found, strict=True):
+def test_graphs_of_audio_give_hidden_states_and_keys_and_values(speech_engine, features, expected):
+    inputs, found = {graph_io.INPUT_FEATURES: features[None]}, {}
+    for name in ("audio_encoder", "cross_kv"):
+        session = onnxruntime.InferenceSession(speech_engine.parent / "bundle" / f"{name}.onnx")
+        names = [each.name for each in session.get_outputs()]
+        inputs = dict(zip(names, session.run(names, inputs), strict=True))
+        found.update(inputs)
+    assert found.keys() == expected[1].keys()
+    for name, array in found.items():
         np.testing.assert_allclose(array, expected[1][name], rtol=0, atol=TOLERANCE)
 
 
@@ -72,7 +75,7 @@ def test_bits_do_not_depend_on_the_tokens_of_a_pass(
         shutil.copytree(speech_engine.parent / "bundle", tmp_path / "bundle")
         engine = build_speech(tmp_path, speech_checkpoint, quantize=precision)
     network = open_speech(engine, load_engine(engine, LLM_ENGINE))
-    network.listen(features)
+    network.listen(network.encode(features))
     single = [network.next_logits(TOKENS[at : at + 1]).copy() for at in range(len(TOKENS))]
     for size in (2, 5, 20):
         network.restart()
@@ -84,9 +87,9 @@ def test_bits_do_not_depend_on_the_tokens_of_a_pass(
 
 def _require_logits(engine, features, expected, allowed=TOLERANCE):
     network = open_speech(engine, load_engine(engine, LLM_ENGINE))
-    network.listen(np.zeros_like(features))  # another window before
+    network.listen(network.encode(np.zeros_like(features)))  # another window before
     network.next_logits(TOKENS[:3])
-    network.listen(features)
+    network.listen(network.encode(features))
     found = [network.next_logits(TOKENS[:5]).copy()]
     found += [network.next_logits(TOKENS[at : at + 1]).copy() for at in range(5, len(TOKENS))]
     error = np.abs(np.array(found) - expected[0][4:]).max()
@@ -114,7 +117,8 @@ def test_rounded_weights(
     shutil.copytree(speech_engine.parent / "bundle", tmp_path / "bundle")
     engine = build_speech(tmp_path, speech_checkpoint, quantize=precision)
     checks = load_engine(engine, LLM_ENGINE).options["checks"]
-    assert [each.partition(" passed")[0] for each in checks] == ["decoder", "audio_encoder"]
+    roles = ["decoder", "audio_encoder", "cross_kv"]
+    assert [each.partition(" passed")[0] for each in checks] == roles
     assert _require_logits(engine, features, expected, allowed) > TOLERANCE
 
 
@@ -127,7 +131,7 @@ def test_half_precision_keeps_the_bits_of_weights(speech_checkpoint, features, e
 def test_fewer_layers(speech_checkpoint, tmp_path):
     options = ExportOptions(num_layers=1)
     bundle = export_llm(open_checkpoint(str(speech_checkpoint)), tmp_path / "bundle", options)
-    session = onnxruntime.InferenceSession(tmp_path / "bundle" / "audio_encoder.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "bundle" / "cross_kv.onnx")
     assert [each.name for each in session.get_outputs()] == ["cross.0.key", "cross.0.value"]
     assert bundle.decoder.kv.num_layers == 1
 
@@ -223,9 +227,9 @@ def test_separate_heads_and_more_mel_bins(tmp_path):
     _require_logits(build_speech(tmp_path, checkpoint), features, (logits.numpy(), {}))
 
 
-def test_inspect_counts_both_graphs(command_here, speech_engine):
+def test_inspect_counts_all_graphs(command_here, speech_engine):
     for folder in (speech_engine, speech_engine.parent / "bundle"):
         result = command_here("edgellm-inspect", folder, "--json")
         found = json.loads(result.stdout)
-        assert len(found["graphs"]) == 2
+        assert len(found["graphs"]) == 3
         assert found["facts"]["audio"] == "windows of 1 s, 80 mel bins, 2 languages"

@@ -156,8 +156,8 @@ def lower_audio_outputs(graph: GraphEditor, capacity: int) -> None:
     """Write keys and values of audio in the pages that `lower_audio_attention` reads.
 
     Args:
-        graph: of a speech model's encoder.
-        capacity: tokens of a sequence of its decoder.
+        graph: that computes them.
+        capacity: tokens of a sequence of the decoder.
     """
     for value in tuple(graph.graph.outputs):
         last = value.producer()

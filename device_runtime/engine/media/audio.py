@@ -11,10 +11,9 @@ import numpy as np
 
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import BrokenArtifactError, RequestError
-from edgellm.core.manifest import AUDIO_ENGINE, Engine, load_engine
+from edgellm.core.manifest import AUDIO_ENGINE, ENCODER_HASH, Engine, load_engine
 from edgellm.device_runtime.engine.media.encoded import (
     CACHE_BYTES,
-    ENCODER_HASH,
     EncodedCache,
     EncodedItem,
     contradictions,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from edgellm.core.errors import BrokenArtifactError, RequestError
-from edgellm.core.manifest import Engine
+from edgellm.core.manifest import ENCODER_HASH, Engine
 from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.arrays import F32, I64, ImageRows, RowKey
 from edgellm.device_runtime.engine.prompt import Prompt
@@ -21,7 +21,6 @@ from edgellm.multimodal.positions import Grid
 if TYPE_CHECKING:
     from edgellm.multimodal.processors import PlacesImages  # imports Pillow
 
-ENCODER_HASH = "bundle_encoder_sha256"  # in the provenance of engines
 CACHE_BYTES = 256 << 20  # of features cached for later requests
 
 
