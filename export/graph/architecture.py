@@ -80,7 +80,6 @@ def _refuse_flags(options: ExportOptions) -> None:
         "--is_eagle_base": options.is_eagle_base,
         "--hidden_taps": options.hidden_taps,
         "--draft_model_dir": options.draft_model_dir,
-        "--lora_dir": options.lora_dir,
     }
     for flag, value in given.items():
         if value:

@@ -117,7 +117,10 @@ def export_llm(
             opset=OPSET,
             eos_token_ids=eos_token_ids,
             options=asdict(replace(options, hidden_taps=taps)),
-            provenance=_provenance(checkpoint) | tap_source | contradiction | dropped,
+            provenance=_provenance(checkpoint, tower, config)
+            | tap_source
+            | contradiction
+            | dropped,
             hidden_taps=taps,
             pooling=options.pooling,
             pooler=None if pooler is None else pooler.spec,
@@ -160,8 +163,10 @@ def _merged(tower: Checkpoint, config: DecoderConfig, options: ExportOptions) ->
     return merged(tower, options.lora_dir)
 
 
-def _provenance(checkpoint: Checkpoint) -> dict[str, str]:
-    return {"checkpoint": checkpoint.label, **encoder_hash(checkpoint), **versions()}
+def _provenance(checkpoint: Checkpoint, tower: Checkpoint, config: DecoderConfig) -> dict[str, str]:
+    # An adapter may change the encoder of a speech model, which is in the tower
+    encoded_by = checkpoint if config.audio is None else tower
+    return {"checkpoint": checkpoint.label, **encoder_hash(encoded_by), **versions()}
 
 
 def _spec(

@@ -10,13 +10,20 @@ import onnxruntime
 import pytest
 import torch
 from conftest import assert_one_line_error
+from lora_adapters import reference, write_adapter
 from portable import TOLERANCE
 from speech_checkpoints import DECODING, IDS, build_speech, load_speech, make_speech
 
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.core import graph_io
 from edgellm.core.errors import EdgeLLMError
-from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
+from edgellm.core.manifest import (
+    ENCODER_HASH,
+    LLM_BUNDLE,
+    LLM_ENGINE,
+    load_bundle,
+    load_engine,
+)
 from edgellm.device_runtime.networks.speech import open_speech
 from edgellm.export import speech
 from edgellm.export.graph.architecture import ExportOptions
@@ -126,6 +133,34 @@ def test_half_precision_keeps_the_bits_of_weights(speech_checkpoint, features, e
     """Float32 weights are rounded to float16, in which the engine does not compute."""
     engine = build_speech(tmp_path, speech_checkpoint, dtype="fp16")
     _require_logits(engine, features, expected, 0.05)
+
+
+def test_adapters_are_merged(speech_engine, speech_checkpoint, features, tmp_path):
+    """Of all attention, that of the encoder included, or of the decoder's own tokens alone."""
+    for name, targets in (
+        ("all", ("q_proj", "v_proj")),
+        ("decoder", tuple(f"decoder.layers.{at}.self_attn.q_proj" for at in range(3))),
+    ):
+        folder = tmp_path / name
+        adapter = write_adapter(folder / "adapter", speech_checkpoint, targets=targets)
+        kind = "WhisperForConditionalGeneration"
+        model = reference(speech_checkpoint, adapter, {"": 2.0}, kind=kind)
+        with torch.no_grad():
+            logits = model(
+                input_features=torch.from_numpy(features)[None],
+                decoder_input_ids=torch.from_numpy(TOKENS)[None],
+            ).logits[0]
+        options = ExportOptions(dtype="fp32", lora_dir=str(adapter))
+        export_llm(open_checkpoint(str(speech_checkpoint)), folder / "bundle", options)
+        engine = build_speech(folder, speech_checkpoint)
+        _require_logits(engine, features, (logits.numpy(), {}))
+        has_same_encoder = _encoder_hash(engine) == _encoder_hash(speech_engine)
+        assert has_same_encoder == (name == "decoder")
+
+
+def _encoder_hash(engine):
+    """The hash of the encoder of an engine."""
+    return load_engine(engine, LLM_ENGINE).provenance[ENCODER_HASH]
 
 
 def test_fewer_layers(speech_checkpoint, tmp_path):

@@ -75,15 +75,16 @@ def reference(
     adapter: Path,
     scales: dict[str, float],
     weights: dict[str, np.ndarray] | None = None,
+    kind: str = "AutoModelForCausalLM",
 ) -> Any:
     """The model in transformers with W + scale * B A; `scales` by ends of names, "": the rest.
 
-    `weights`: in the place of the checkpoint's, by name.
+    `weights`: in the place of the checkpoint's, by name. `kind`: a class of transformers.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = getattr(transformers, kind).from_pretrained(checkpoint, dtype=torch.float32)
     for name, weight in (weights or {}).items():
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.from_numpy(np.asarray(weight, np.float32)))
