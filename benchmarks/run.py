@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "moe_and_hybrids": ("moe --layers 12 --threads 1", "operator --threads 1", "tree", "turns"),
     "vlm": ("encoder --depth 4 --rounds 3", "first_token", "memory --depth 4", "captions"),
-    "speech": ("--rounds 5",),
+    "speech": ("speech --rounds 5", "live --rounds 3"),
     "gpu": ("model", "clock"),
     "gpu_proof": ("",),
 }

@@ -1,12 +1,16 @@
 """Speech to text with Whisper tiny.en in edgellm, faster-whisper and whisper.cpp.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
+    pip install --no-deps silero-vad
     python benchmarks/speech.py --rounds 5
 
 One minute of English speech by eSpeak NG, and the same weights in every library: greedy decoding
 with timestamps, batch 1, the same number of threads. Libraries alternate, each in its own process;
 reading the file and loading are not timed. The word error rate is against the text that was spoken,
 without case and punctuation. Memory is the most that the process had resident.
+
+`live` gives three sentences to a transcript in chunks of 0.1 s, in real time. Times are from the
+first loud sample until the first words, and from the last loud sample until the end of the text.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +34,7 @@ from harness.timing import alternating, speedup
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -47,11 +54,14 @@ They sing songs, tell stories and light a candle in every window. Children learn
 can save many lives.
 """
 PRECISIONS = ("none", "int8", "int4")
+LIVE_SENTENCES = 3
+CHUNK = SAMPLE_RATE // 10
+LOUD = 0.02  # of a sample of speech, from 0 to 1
 
 
 def show_speech(given: argparse.Namespace, report: Report) -> None:
     """Measure seconds of a minute of speech."""
-    samples = _speech(given.work)
+    samples = _spoken(given.work / "speech.npy", TEXT)
     ours = {f"edgellm {_name(each)}": ("edgellm", _engine(given, each)) for each in PRECISIONS}
     models = ours if given.quick else {**ours, **_peers(given)}
     running = {
@@ -81,28 +91,70 @@ def show_speech(given: argparse.Namespace, report: Report) -> None:
         taken = statistics.median(found) / 1e3
         ratio = "" if best is None else f"{speedup(found, times[best]):.2f} x"
         _, memory, text = replies[label]
-        speed, errors = f"{seconds / taken:.0f} x", f"{100 * _word_error_rate(text):.1f} %"
+        speed, errors = f"{seconds / taken:.0f} x", _word_errors(text, TEXT)
         rows.append([label, f"{taken:.2f}", speed, ratio, f"{memory / 1e6:.0f}", errors])
     columns = ("library", "s", "of real time", "of the best peer", "memory, MB", "word errors")
     report.add("speech", columns, rows)
+
+
+def show_live(given: argparse.Namespace, report: Report) -> None:
+    """Measure when words come while speech is recorded in real time."""
+    if not command.has_package("silero_vad"):
+        return
+    text = ".".join(TEXT.split(".")[:LIVE_SENTENCES])
+    speech = np.load(_spoken(given.work / "live.npy", text))
+    pause = 0.001 * np.random.default_rng(0).standard_normal(SAMPLE_RATE).astype(np.float32)
+    samples = np.concatenate([pause, speech, pause])
+    begin_s, *_, end_s = np.flatnonzero(np.abs(samples) > LOUD) / SAMPLE_RATE
+    rows = []
+    for quantize in PRECISIONS:
+        with Transcriber(_engine(given, quantize)) as model:
+            model.transcribe(speech).whole()  # warms up
+            for way in ("words", "lines"):
+                runs = [_live(model, samples, way) for _ in range(given.rounds)]
+                first, last = (statistics.median(each[at] for each in runs) for at in (0, 1))
+                figures = f"{first - begin_s:.2f}", f"{last - end_s:.2f}"
+                errors = _word_errors(runs[0][2], text)
+                rows.append([f"edgellm {_name(quantize)}", way, *figures, errors])
+    report.add("live", ("library", "shows", "first words, s", "end, s", "word errors"), rows)
+
+
+def _live(model: Transcriber, samples: np.ndarray, way: str) -> tuple[float, float, str]:
+    """Return seconds until the first and the last words, and the text."""
+    start, shown, lines = time.perf_counter(), list[float](), list[str]()
+
+    def note(_: str) -> None:
+        shown.append(time.perf_counter() - start)
+
+    chunks = _in_real_time(samples, start)
+    for each in model.transcribe_stream(chunks, on_words=note if way == "words" else None):
+        note(each.text)
+        lines.append(each.text)
+    return shown[0], shown[-1], " ".join(lines)
+
+
+def _in_real_time(samples: np.ndarray, start: float) -> Iterator[np.ndarray]:
+    """Yield chunks as a microphone gives them from a time of `perf_counter` on."""
+    for end in range(CHUNK, len(samples) + 1, CHUNK):
+        time.sleep(max(start + end / SAMPLE_RATE - time.perf_counter(), 0))
+        yield samples[end - CHUNK : end]
 
 
 def _name(quantize: str) -> str:
     return "float16" if quantize == "none" else quantize
 
 
-def _speech(work: Path) -> Path:
-    """Return the samples of the text, made if missing."""
-    path = work / "speech.npy"
+def _spoken(path: Path, text: str) -> Path:
+    """Return the samples of a text, made if missing."""
     if not path.exists():
-        np.save(path, read_audio(fetch.say(" ".join(TEXT.split()), work / "speech.wav")))
+        np.save(path, read_audio(fetch.say(" ".join(text.split()), path.with_suffix(".wav"))))
     return path
 
 
 def _engine(given: argparse.Namespace, quantize: str) -> Path:
-    folder = given.work / f"whisper-tiny.en-{quantize}-{given.threads}"
+    folder = given.work / f"whisper-tiny.en-engine-{quantize}-{given.threads}"
     if not folder.exists():
-        bundle = given.work / "whisper-tiny.en-bundle"
+        bundle = given.work / "whisper-tiny.en-three-graphs"
         if not bundle.exists():
             export_llm(open_checkpoint(str(fetch.model())), bundle, ExportOptions(dtype="fp16"))
         plan = Plan(
@@ -134,15 +186,15 @@ def _peers(given: argparse.Namespace) -> dict[str, tuple[str, Path]]:
     return found
 
 
-def _word_error_rate(text: str) -> float:
-    """Return the edits between the words of two texts, by the number of words spoken."""
-    spoken, written = _words(TEXT), _words(text)
+def _word_errors(text: str, reference: str) -> str:
+    """Return the edits between the words of two texts, as a share of the words spoken."""
+    spoken, written = _words(reference), _words(text)
     costs = np.arange(len(written) + 1)
     for row, word in enumerate(spoken, 1):
         before, costs[0] = costs.copy(), row
         for at, other in enumerate(written, 1):
             costs[at] = min(before[at - 1] + (word != other), before[at] + 1, costs[at - 1] + 1)
-    return costs[-1] / len(spoken)
+    return f"{100 * costs[-1] / len(spoken):.1f} %"
 
 
 def _words(text: str) -> list[str]:
@@ -150,7 +202,7 @@ def _words(text: str) -> list[str]:
     return " ".join(kept.split()).split()
 
 
-MODES = {"speech": show_speech}
+MODES = {"speech": show_speech, "live": show_live}
 
 
 def main() -> None:

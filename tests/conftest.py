@@ -218,6 +218,17 @@ def speech_engine(speech_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
+def deaf_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engine of a speech model that writes the same text whatever it hears."""
+    from speech_checkpoints import build_speech, make_deaf
+
+    def make(folder: Path) -> Path:
+        return build_speech(folder, make_deaf(folder / "model"))
+
+    return made_once(tmp_path_factory, "deaf_engine", make)
+
+
+@pytest.fixture(scope="session")
 def tiny_int4_bundle(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model quantized to INT4 in groups of 16, from a quantized checkpoint."""
     from harness.models.checkpoints import round_checkpoint

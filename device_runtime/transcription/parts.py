@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,10 @@ from edgellm.device_runtime.arrays import F32
 from edgellm.device_runtime.transcription.speech_detector import Region, SpeechDetector
 from edgellm.multimodal.audio import SAMPLE_RATE
 
+# At least between parts of the same speech: words on which decodings of almost the same audio agree
+# are often wrong
+_STEP = 6 * SAMPLE_RATE // 10
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -20,6 +25,7 @@ class Part:
 
     samples: F32
     regions: tuple[Region, ...]  # in the recording; their sizes add up to that of the samples
+    is_complete: bool = True  # False: speech that goes on; a longer part follows
 
     def time_s(self, seconds: float, *, ends: bool) -> float:
         """The time in the recording of a time in the part.
@@ -90,19 +96,40 @@ class SpeechParts:
 class SpeechStream:
     """The speech of a recording that is not over: a part for each region."""
 
-    def __init__(self, chunks: Iterable[F32], window_size: int) -> None:
-        """Load the detector; raises `RequestError` if silero-vad is not installed."""
-        self._chunks, self._detector = chunks, SpeechDetector(window_size)
+    def __init__(
+        self, chunks: Iterable[F32], window_size: int, *, is_partial: bool = False
+    ) -> None:
+        """Load the detector.
+
+        Args:
+            chunks: of samples, in their order.
+            window_size: maximum samples of a part.
+            is_partial: whether speech that goes on has parts, too. The next one has at least as
+                much more audio as the computation of the last one took.
+
+        Raises:
+            RequestError: silero-vad is not installed.
+        """
+        self._chunks, self._is_partial = chunks, is_partial
+        self._detector = SpeechDetector(window_size, cuts_back=not is_partial)
         self.num_samples = 0
 
     def parts(self) -> Iterator[Part]:
         """See `Audio`; waits for chunks, and keeps those that later regions may have."""
         held, first = np.zeros(0, np.float32), 0  # samples from `first` on
+        due = 0  # sample from which speech that goes on is a part
         for chunk in self._chunks:
             self.num_samples += len(chunk)
             held = np.concatenate([held, chunk])
             for region in self._detector.push(chunk):
                 yield _cut(held, first, region)
+                due = 0
+            current = self._detector.current if self._is_partial else None
+            if current is not None and current.end >= due:
+                start = time.monotonic()
+                yield replace(_cut(held, first, current), is_complete=False)
+                taken = int((time.monotonic() - start) * SAMPLE_RATE)
+                due = current.end + max(_STEP, taken)
             kept = self._detector.kept_from
             held, first = held[kept - first :], kept
         for region in self._detector.finish():

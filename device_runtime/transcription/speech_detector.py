@@ -68,17 +68,19 @@ class SpeechProbabilities:
 class SpeechDetector:
     """Regions of speech in one recording, while its samples come."""
 
-    def __init__(self, max_size: int) -> None:
+    def __init__(self, max_size: int, *, cuts_back: bool = True) -> None:
         """Load the network.
 
         Args:
             max_size: samples of a region with its padding; speech that is longer is cut at its
                 longest pause.
+            cuts_back: False: `current` is never cut before its end. Speech of half the maximum
+                ends at the next short pause, and longer speech without one at the maximum.
 
         Raises:
             RequestError: silero-vad is not installed.
         """
-        self._probabilities = SpeechProbabilities()
+        self._probabilities, self._cuts_back = SpeechProbabilities(), cuts_back
         self._max_size = max_size - FRAME - 2 * PADDING
         self._frame = self._num_samples = 0
         self._begin: int | None = None  # of speech; None: there is none
@@ -90,8 +92,16 @@ class SpeechDetector:
     @property
     def kept_from(self) -> int:
         """The first sample that a later region may have."""
-        begin = self._frame * FRAME if self._begin is None else self._begin
-        return max(begin - PADDING, self._last_end, 0)
+        return self._padded(self._frame * FRAME if self._begin is None else self._begin)
+
+    @property
+    def current(self) -> Region | None:
+        """The region that the speech so far is; None if it has just begun, or there is none."""
+        end = self._frame * FRAME
+        spoken_to = end if self._silent_from is None else self._silent_from
+        if self._begin is None or spoken_to - self._begin <= _MIN_SPEECH:
+            return None
+        return Region(self._padded(self._begin), min(end, spoken_to + PADDING))
 
     def push(self, samples: F32) -> list[Region]:
         """Regions that ended."""
@@ -118,9 +128,9 @@ class SpeechDetector:
         at = self._frame * FRAME
         self._frame += 1
         if probability >= _SPEECH:
-            if self._silent_from is not None and at - self._silent_from > _SHORT_PAUSE:
-                self._pauses.append(Region(self._silent_from, at))
-            self._silent_from = None
+            silence, self._silent_from = self._silent_from, None
+            if self._cuts_back and silence is not None and at - silence > _SHORT_PAUSE:
+                self._pauses.append(Region(silence, at))
             if self._begin is None:
                 self._begin = at
                 return
@@ -131,10 +141,19 @@ class SpeechDetector:
         if probability >= _SILENCE or self._begin is None:
             return
         self._silent_from = at if self._silent_from is None else self._silent_from
-        if at - self._silent_from >= PAUSE:
+        silence = at - self._silent_from
+        if silence >= self._pause(at - self._begin):
             if self._silent_from - self._begin > _MIN_SPEECH:
-                self._add(self._begin, self._silent_from, PADDING)
+                self._add(self._begin, self._silent_from, min(PADDING, silence))
             self._end()
+
+    def _pause(self, length: int) -> int:
+        """The silence that ends speech of this length."""
+        return PAUSE if self._cuts_back or 2 * length < self._max_size else _SHORT_PAUSE
+
+    def _padded(self, begin: int) -> int:
+        """The first sample of a region whose speech begins here."""
+        return max(begin - PADDING, self._last_end, 0)
 
     def _cut(self, begin: int, at: int) -> None:
         """End a region that is too long, at its longest pause if it has one."""
@@ -152,7 +171,7 @@ class SpeechDetector:
         self._pauses = []
 
     def _add(self, begin: int, end: int, padding: int) -> None:
-        first = max(begin - PADDING, self._last_end, 0)
+        first = self._padded(begin)
         self._last_end = min(end + padding, self._num_samples)
         self._found.append(Region(first, self._last_end))
 

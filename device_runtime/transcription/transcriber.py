@@ -32,6 +32,7 @@ from edgellm.device_runtime.transcription.parts import (
     WholeRecording,
 )
 from edgellm.device_runtime.transcription.segments import FRAME_S, Span, split_window
+from edgellm.device_runtime.transcription.stable_words import StableWords
 from edgellm.device_runtime.transcription.window_decoder import Prompt, WindowDecoder
 from edgellm.device_runtime.transcription.window_text import WindowText, compression_ratio
 from edgellm.device_runtime.transcription.windows import PartWindows, Window
@@ -57,6 +58,9 @@ class Segment:
     avg_logprob: float  # of a token, natural logarithm
     compression_ratio: float  # of the text
     no_speech_prob: float
+    # Natural logarithms of the tokens' probabilities after the rules, before temperature; NaN of
+    # words that were final while speech went on
+    logprobs: tuple[float, ...] = ()
     words: tuple[Word, ...] = ()  # with times of words
 
 
@@ -159,10 +163,14 @@ class Transcriber:
         self.require(options)
         samples = read_audio(Path(audio)) if isinstance(audio, Path | str) else audio
         parts = SpeechParts(samples, self.window_size) if options.vad else WholeRecording(samples)
-        return Transcription(self, parts, options)
+        return Transcription(model=self, audio=parts, options=options)
 
     def transcribe_stream(
-        self, chunks: Iterable[F32], options: TranscriptionOptions | None = None
+        self,
+        chunks: Iterable[F32],
+        options: TranscriptionOptions | None = None,
+        *,
+        on_words: Callable[[str], object] | None = None,
     ) -> Transcription:
         """Begin a transcript of audio that is still being recorded, cut at pauses.
 
@@ -171,12 +179,16 @@ class Transcriber:
         Args:
             chunks: samples as `transcribe` takes them, of any length; they may block.
             options: None: the defaults.
+            on_words: called while speech goes on, with the text so far of the next segment, which
+                begins with it. Speech is then decoded again and again. Not with timestamps.
 
         Raises:
             RequestError: as `transcribe` with `vad`.
         """
-        audio = SpeechStream(chunks, self.window_size)
-        return Transcription(self, audio, options or TranscriptionOptions())
+        options = options or TranscriptionOptions()
+        is_partial = on_words is not None and options.timestamps == NO_TIMES
+        audio = SpeechStream(chunks, self.window_size, is_partial=is_partial)
+        return Transcription(model=self, audio=audio, options=options, on_words=on_words)
 
     @property
     def window_size(self) -> int:
@@ -247,13 +259,21 @@ class Transcription:
         before_pass: called before forward passes; what it raises ends the transcript.
     """
 
-    def __init__(self, model: Transcriber, audio: Audio, options: TranscriptionOptions) -> None:
+    def __init__(
+        self,
+        *,
+        model: Transcriber,
+        audio: Audio,
+        options: TranscriptionOptions,
+        on_words: Callable[[str], object] | None = None,
+    ) -> None:
         """Compute nothing yet; raises as `Transcriber.transcribe`."""
         model.require(options)
         self._model, self._audio, self._options = model, audio, options
         self._prompt_ids = model.prompt_ids(options.prompt)
         self.task, self.language = options.task, code_of(options.language or "")
         self.before_pass: Callable[[], object] = _no_check
+        self._on_words = on_words
 
     @property
     def duration_s(self) -> float:
@@ -262,18 +282,23 @@ class Transcription:
 
     def __iter__(self) -> Iterator[Segment]:
         """Its segments, as they are computed."""
-        stream = self._model.tokenizer.stream()
+        stream, bytes_of = self._model.tokenizer.stream(), self._model.tokenizer.token_bytes
         so_far, may_condition = [*self._prompt_ids], self._options.condition_on_prev_tokens
+        words = StableWords(bytes_of)  # of the next part
         for part in self._audio.parts():
             windows = PartWindows(part, self._model.spec, self._model.draft_bins)
             for window in windows:
+                previous = so_far if may_condition else self._prompt_ids
+                if not part.is_complete:
+                    self._hear(window, previous, words)
+                    break
                 with self._model.turn:
-                    previous = so_far if may_condition else self._prompt_ids
-                    found, times = self._decode(window, previous)
+                    found, times = self._decode(window, previous, words.token_ids)
                 may_condition = (
                     self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
                 )
-                if found.is_silent(self._options):
+                is_heard, words = bool(words.token_ids), StableWords(bytes_of)
+                if found.is_silent(self._options) and not is_heard:
                     windows.advance(window.num_frames)
                     continue
                 spans, covered = split_window(self._model.spec, found.token_ids, window.num_frames)
@@ -302,7 +327,29 @@ class Transcription:
             [token for each in segments for token in self._words(each.token_ids)]
         )
 
-    def _decode(self, window: Window, previous: Sequence[int]) -> tuple[WindowText, list[float]]:
+    def _hear(self, window: Window, previous: Sequence[int], words: StableWords) -> None:
+        """Decode speech that goes on, and show its words that became final.
+
+        A poor or silent text, which a complete window would not keep, is left out.
+        """
+        assert self._on_words is not None
+        options, model, language = self._options, self._model, self.language
+        with model.turn:
+            found, _ = self._decode(window, previous, words.token_ids, options.temperatures[:1])
+        is_kept = not (found.is_silent(options) or found.is_poor(options, model.vocab_size))
+        count = len(found.token_ids) - (not found.end)  # the capacity has room for a token more
+        if is_kept and words.add([*self._words(found.token_ids[:count])], self.language):
+            self._on_words(model.tokenizer.decode(words.token_ids).strip())
+        elif not words.token_ids:
+            self.language = language  # it is detected again, in more audio
+
+    def _decode(
+        self,
+        window: Window,
+        previous: Sequence[int],
+        prefix: Sequence[int],
+        temperatures: Sequence[float] = (),
+    ) -> tuple[WindowText, list[float]]:
         """The text of a window at the first temperature with a text that is not poor.
 
         Also the seconds in the window at which its tokens end; [] if words have no times.
@@ -315,7 +362,7 @@ class Transcription:
         has_timestamps = options.timestamps != NO_TIMES or window.is_of_several
         prompt = self._prompt(previous, has_timestamps=has_timestamps)
         aligns, found = options.timestamps == WORD_TIMES, None
-        for temperature in options.temperatures:
+        for temperature in temperatures or options.temperatures:
             found = model.decoder.decode(
                 prompt,
                 timestamps=has_timestamps,
@@ -323,6 +370,7 @@ class Transcription:
                 seed=options.seed + window.seek,
                 aligns=aligns,
                 before_pass=self.before_pass,
+                prefix=prefix,
             )
             if found.is_silent(options) or not found.is_poor(options, model.vocab_size):
                 break
@@ -364,6 +412,7 @@ class Transcription:
                 avg_logprob=found.avg_logprob,
                 compression_ratio=ratio,
                 no_speech_prob=found.no_speech_prob,
+                logprobs=found.logprobs[first : first + len(span.token_ids)],
                 words=self._timed_words(window, span.token_ids, ends[first:]) if times else (),
             )
             first += len(span.token_ids)

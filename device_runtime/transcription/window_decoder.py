@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,12 +35,18 @@ class _Text:
     """A text that grows by a token at a time."""
 
     def __init__(
-        self, *, rules: DecodingRules, sampler: Sampler, end_ids: tuple[int, ...], room: int
+        self,
+        *,
+        rules: DecodingRules,
+        sampler: Sampler,
+        end_ids: tuple[int, ...],
+        room: int,
+        prefix: Sequence[int],
     ) -> None:
-        """Args: `room`, the maximum number of tokens."""
-        self.token_ids: list[int] = []
+        """Args: `room`, the maximum number of tokens, those of the prefix included."""
+        self.token_ids: list[int] = [*prefix]
         self.end: tuple[int, ...] = ()
-        self.total = 0.0  # of logarithms of the tokens' probabilities
+        self.logprobs: list[float] = []  # of tokens after the prefix, and of the end
         self._rules, self._sampler, self._end_ids, self._most = rules, sampler, end_ids, room
 
     @property
@@ -56,7 +63,7 @@ class _Text:
         """Choose the next token from its logits [V], which are overwritten."""
         self._rules.apply(logits, self.token_ids)
         token = self._sampler.choose(logits, int(logits.argmax()))
-        self.total += float(logits[token] - log_sum_exp(logits))
+        self.logprobs.append(float(logits[token] - log_sum_exp(logits)))
         if token in self._end_ids:
             self.end = (token,)
         else:
@@ -89,6 +96,7 @@ class WindowDecoder:
         seed: int,
         aligns: bool,
         before_pass: Callable[[], object],
+        prefix: Sequence[int] = (),
     ) -> WindowText:
         """The text after a prompt.
 
@@ -99,6 +107,7 @@ class WindowDecoder:
             seed: of the samples at other temperatures.
             aligns: whether `align` may follow.
             before_pass: called before each forward pass; may raise.
+            prefix: tokens with which the text begins.
         """
         rules = DecodingRules(self._spec, min(self._end_ids), timestamps=timestamps)
         params = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, seed=seed)
@@ -107,14 +116,16 @@ class WindowDecoder:
         if self._draft is not None:
             self._draft.begin(given, rules)
         before_pass()
-        starts = [len(prompt.previous), len(given) - 1]
-        start, logits = self.network.logits(np.array(given), np.array(starts))
+        begun = [*given, *prefix]
+        starts = [len(prompt.previous), len(begun) - 1]
+        start, logits = self.network.logits(np.array(begun), np.array(starts))
         no_speech = float(np.exp(start[self._spec.no_speech_id] - log_sum_exp(start)))
         text = _Text(
             rules=rules,
             sampler=Sampler(params=params),
             end_ids=self._end_ids,
             room=self._capacity - len(given),
+            prefix=prefix,
         )
         text.take(logits)
         while not text.is_complete:
@@ -130,7 +141,7 @@ class WindowDecoder:
             token_ids=tuple(text.token_ids),
             end=text.end,
             temperature=temperature,
-            avg_logprob=text.total / (len(text.token_ids) + len(text.end)),
+            logprobs=(*[math.nan] * len(prefix), *text.logprobs),
             no_speech_prob=no_speech,
         )
 

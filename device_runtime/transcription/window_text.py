@@ -21,8 +21,15 @@ class WindowText:
     token_ids: tuple[int, ...]  # without prompt and end
     end: tuple[int, ...]  # the end token; (): the text was cut at the capacity
     temperature: float
-    avg_logprob: float  # of the tokens with the end, natural logarithm
+    # Natural logarithms of the probabilities of all tokens; NaN of those that were given
+    logprobs: tuple[float, ...]
     no_speech_prob: float
+
+    @property
+    def avg_logprob(self) -> float:
+        """Of the chosen tokens with the end."""
+        chosen = [each for each in self.logprobs if not math.isnan(each)]
+        return sum(chosen) / len(chosen)
 
     def is_silent(self, options: TranscriptionOptions) -> bool:
         """Whether the window has no speech, so that its text is dropped."""

@@ -58,7 +58,7 @@ ENGLISH = {"is_multilingual": False, "lang_to_id": None, "task_to_id": None}
 
 
 def make_speech(folder: Path, seed: int = 0, decoding: Any = None, **config: Any) -> Path:
-    """A randomly initialized Whisper of windows of one second.
+    """A randomly initialized Whisper of windows of one second, or as many as `config` has.
 
     Args:
         folder: is written.
@@ -85,24 +85,38 @@ def make_speech(folder: Path, seed: int = 0, decoding: Any = None, **config: Any
     model.generation_config = transformers.GenerationConfig(**chosen)
     model.save_pretrained(folder)
     features = transformers.WhisperFeatureExtractor(
-        feature_size=values["num_mel_bins"], chunk_length=1
+        feature_size=values["num_mel_bins"], chunk_length=values["max_source_positions"] // 50
     )
     features.save_pretrained(folder)
-    write_speech_tokenizer(folder)
+    write_speech_tokenizer(folder, values["max_source_positions"])
     return folder
 
 
-def write_speech_tokenizer(folder: Path) -> None:
+def make_deaf(folder: Path) -> Path:
+    """A model with windows of three seconds whose text, without times, is always the same."""
+    from safetensors.numpy import load_file, save_file
+
+    sizes = {"max_source_positions": 150, "vocab_size": FIRST_TIMESTAMP + 151}
+    times = range(FIRST_TIMESTAMP, sizes["vocab_size"])
+    make_speech(folder, 7, {"suppress_tokens": [*DECODING["suppress_tokens"], *times]}, **sizes)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith("encoder_attn.out_proj.weight"):
+            tensors[name] = np.zeros_like(tensors[name])
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def write_speech_tokenizer(folder: Path, positions: int) -> None:
     """A word-level tokenizer whose words begin with a space, and Whisper's added tokens."""
     table = {f"▁w{index}": index for index in range(TEXT_TOKENS)}
     tokenizer = Tokenizer(tokenizer_models.WordLevel(table, unk_token="▁w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens([*SPECIAL])
-    steps = whisper.TINY["max_source_positions"] + 1
-    tokenizer.add_tokens(
-        [AddedToken(f"<|{step / 50:.2f}|>", normalized=False) for step in range(steps)]
-    )
+    times = [f"<|{step / 50:.2f}|>" for step in range(positions + 1)]
+    tokenizer.add_tokens([AddedToken(time, normalized=False) for time in times])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -61,6 +61,15 @@ Live = Annotated[
         rich_help_panel="Input",
     ),
 ]
+Partial = Annotated[
+    bool,
+    typer.Option(
+        "--partial/--no_partial",
+        help="Print words of --live and --mic as soon as two decodings agree on them. Without it, "
+        "each line is computed once, at its end. Texts with times have whole lines.",
+        rich_help_panel="Output",
+    ),
+]
 Format = Annotated[
     str,
     typer.Option(
@@ -109,6 +118,7 @@ def transcribe(
     output_dir: OutputDir = None,
     mic: Mic = False,
     live: Live = False,
+    partial: Partial = True,
     draft: Draft = "",
     quantize: Quantize = None,
     fast: Fast = False,
@@ -154,7 +164,26 @@ def transcribe(
             _print(write(transcriber.transcribe(samples, options)))
             return
         with stopped_by_interrupt(audio):
-            _print(write(transcriber.transcribe_stream(audio, options)))
+            if partial and write is formats.lines:
+                _print_words(transcriber, audio, options)
+            else:
+                _print(write(transcriber.transcribe_stream(audio, options)))
+
+
+def _print_words(transcriber: Transcriber, audio: LiveAudio, options: TranscriptionOptions) -> None:
+    """Print a line for each segment, whose words come as soon as they are final."""
+    shown = ""
+
+    def show(text: str) -> None:
+        nonlocal shown
+        typer.echo(text[len(shown) :], nl=False)
+        shown = text
+
+    for segment in transcriber.transcribe_stream(audio, options, on_words=show):
+        if text := segment.text.strip():
+            show(text)
+            typer.echo()
+        shown = ""
 
 
 def _print(pieces: Iterable[str]) -> None:

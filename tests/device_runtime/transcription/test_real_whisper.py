@@ -13,6 +13,7 @@ from speech_checkpoints import GREEDY, SILERO, build_speech, load_speech
 from tokenizers import Tokenizer
 
 from edgellm.device_runtime.networks.speech import SpeechNetwork
+from edgellm.device_runtime.transcription import parts
 from edgellm.device_runtime.transcription.drafts import NgramDraft
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.transcriber import Transcriber
@@ -90,8 +91,14 @@ def test_words_between_pauses(transcriber, samples, monkeypatch):
     spoken = [word for each in found for word in each.words]
     begins = next(word.start_s for word in spoken[len(spoken) // 2 :])
     assert second - 0.5 < begins < second + 1.5
-    stream = transcriber.transcribe_stream(np.array_split(audio, 400))
-    for text in (" ".join(word.text for word in spoken), stream.whole().text):
+    stream = transcriber.transcribe_stream(np.array_split(audio, 400)).whole().text
+    shown, chunks = [], np.array_split(audio, 400)
+    monkeypatch.setattr(parts, "_STEP", 16000)  # a second of audio, however long it takes
+    monkeypatch.setattr(parts.time, "monotonic", lambda: 0)
+    partial = transcriber.transcribe_stream(chunks, on_words=shown.append).whole()
+    assert len(shown) > 2 * len(partial.segments)
+    assert all(any(each.text.strip().startswith(text) for each in partial) for text in shown)
+    for text in (" ".join(word.text for word in spoken), stream, partial.text):
         errors = jiwer.wer(
             f"{TEXT} {TEXT}", text, reference_transform=words, hypothesis_transform=words
         )

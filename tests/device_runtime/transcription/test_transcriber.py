@@ -30,8 +30,12 @@ from edgellm.device_runtime import LLM
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules
 from edgellm.device_runtime.transcription.languages import NAMES, code_of
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
+from edgellm.device_runtime.transcription.parts import Part
 from edgellm.device_runtime.transcription.segments import split_window
+from edgellm.device_runtime.transcription.speech_detector import Region
 from edgellm.device_runtime.transcription.transcriber import Transcriber
+from edgellm.device_runtime.transcription.window_decoder import Prompt
+from edgellm.device_runtime.transcription.windows import PartWindows
 
 END, VOCABULARY = IDS["<|endoftext|>"], FIRST_TIMESTAMP + 51
 
@@ -214,3 +218,37 @@ def test_languages_are_known_by_code_and_name(transcriber):
         for each in ("German", "de")
     )
     assert named.language == coded.language == "de"
+
+
+@pytest.mark.parametrize("prefix", [(), (7, 9, 11, 13)])
+def test_a_text_may_begin_with_given_tokens(transcriber, model, spec, speech_checkpoint, prefix):
+    """The rest is that of transformers' logits, token by token."""
+    samples, ids = chirp(0.8), [101, 103, 105, IDS["<|notimestamps|>"]]
+    part = Part(samples, (Region(0, len(samples)),))
+    transcriber.listen(next(iter(PartWindows(part, spec, 0))))
+    found = transcriber.decoder.decode(
+        Prompt((), tuple(ids)),
+        timestamps=False,
+        temperature=0,
+        seed=0,
+        aligns=False,
+        before_pass=lambda: None,
+        prefix=prefix,
+    )
+    begin, given = len(ids), [*ids, *prefix]
+    suppressed, chances = DECODING["suppress_tokens"], []
+    with torch.no_grad():
+        hidden = model.model.encoder(_features(speech_checkpoint, samples))
+        while given[-1] != END and len(given) < 48:
+            logits = model(encoder_outputs=hidden, decoder_input_ids=torch.tensor([given])).logits
+            scores = logits[0, -1]
+            scores[suppressed] = -np.inf
+            if len(given) == begin:
+                scores[DECODING["begin_suppress_tokens"]] = -np.inf
+            given.append(int(scores.argmax()))
+            chances.append(float(scores.log_softmax(0).max()))
+    assert [*found.token_ids, *found.end] == given[begin:]
+    assert found.avg_logprob == pytest.approx(np.mean(chances), abs=1e-4)
+    wanted = [np.nan] * len(prefix) + chances
+    np.testing.assert_allclose(found.logprobs, wanted, rtol=0, atol=1e-4)
+    assert len(chances) > 3

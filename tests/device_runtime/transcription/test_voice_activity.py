@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 import types
+from dataclasses import replace
 
 import downloaded
 import numpy as np
@@ -15,9 +17,9 @@ from speech_checkpoints import FIRST_TIMESTAMP, GREEDY, SILERO, chirp, load_spee
 from tokenizers import Tokenizer
 
 from edgellm.core.errors import RequestError
-from edgellm.device_runtime.transcription import speech_detector
+from edgellm.device_runtime.transcription import parts, speech_detector
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
-from edgellm.device_runtime.transcription.parts import Part, pack
+from edgellm.device_runtime.transcription.parts import Part, SpeechStream, pack
 from edgellm.device_runtime.transcription.speech_detector import (
     Region,
     SpeechDetector,
@@ -161,11 +163,11 @@ def test_a_stream_is_transcribed_as_its_regions(transcriber, samples):
     samples = samples[:76000]
     options = TranscriptionOptions(language="de", **GREEDY)
     regions = _regions(SpeechDetector(16000), samples, len(samples))
-    parts = [samples[begin:end] for begin, end in regions]
-    expected = [transcriber.transcribe(part, options).whole().text for part in parts]
+    pieces = [samples[begin:end] for begin, end in regions]
+    expected = [transcriber.transcribe(each, options).whole().text for each in pieces]
     found = transcriber.transcribe_stream(np.array_split(samples, 50), options).whole()
     assert found.text.split() == " ".join(expected).split()
-    assert len(parts) > 2
+    assert len(pieces) > 2
 
 
 def test_a_stream_is_transcribed_while_it_comes(transcriber, samples):
@@ -184,6 +186,87 @@ def test_a_stream_is_transcribed_while_it_comes(transcriber, samples):
     ]
     assert len(found) > 2
     assert all(end <= now < end + 1.5 for end, now in found)
+
+
+def _random_speech(monkeypatch, random, count):
+    """Probabilities that stay for a while, by frame; they replace those of the network."""
+    lengths = random.integers(1, 12, count)
+    found = np.repeat(random.choice([0.1, 0.4, 0.9], count, p=[0.3, 0.1, 0.6]), lengths).tolist()
+    left = iter(found)
+    monkeypatch.setattr(SpeechProbabilities, "_run", lambda *_: next(left, 0.1))
+    return found
+
+
+@pytest.mark.parametrize("cuts_back", [False, True])
+def test_the_current_speech_stays_in_its_region(monkeypatch, cuts_back):
+    """Unless regions are cut at earlier pauses: then words of later audio would be lost."""
+    random, lost, ends = np.random.default_rng(0), 0, set()
+    for _ in range(20):
+        found = _random_speech(monkeypatch, random, 60)
+        detector, regions, seen = SpeechDetector(32000, cuts_back=cuts_back), [], []
+        for _ in range(len(found)):
+            regions += detector.push(np.zeros(512, np.float32))
+            seen += [detector.current] if detector.current else []
+        regions += detector.finish()
+        for each in seen:
+            frames = [at for at in range(each.begin // 512, each.end // 512) if found[at] == 0.9]
+            region = next(one for one in regions if one.begin == each.begin)
+            lost += 512 * (frames[-1] + 1) > region.end
+        assert all(end - begin <= 32000 for begin, end in regions)
+        assert all(one.end <= other.begin for one, other in itertools.pairwise(regions))
+        assert all(any(one.begin == each.begin for one in regions) for each in seen)
+        ends |= {end - begin for begin, end in regions}
+    assert (lost > 0) == cuts_back
+    assert max(ends) > 12600
+
+
+def test_speech_that_goes_on_is_a_part_again_and_again(monkeypatch):
+    """Each has more audio: 0.6 s, or what the computation took."""
+    monkeypatch.setattr(SpeechProbabilities, "_run", lambda *_: 0.9)
+    now = 0.0
+    monkeypatch.setattr(parts.time, "monotonic", lambda: now)
+    chunks = np.array_split(chirp(6), 60)
+    ends, taken = [], iter([0.0, 0.0, 1.0, 0.5])
+    for part in SpeechStream(chunks, 480000, is_partial=True).parts():
+        ends.append((part.regions[0].end / 16000, part.is_complete))
+        now += next(taken, 9)
+    assert [complete for _, complete in ends] == [False] * 5 + [True]
+    steps = np.diff([end for end, _ in ends])
+    assert ends[0][0] == pytest.approx(0.3, abs=0.1)
+    assert steps[:4] == pytest.approx([0.6, 0.6, 1.0, 0.6], abs=0.15)
+    assert steps.min() >= 0.6 - 1e-6
+    assert ends[-1] == (6.0, True)
+
+
+def test_words_come_while_speech_goes_on(deaf_engine, transcriber, samples):
+    """Of a model whose decodings always agree; the segment begins with them."""
+    deaf = Transcriber(deaf_engine)
+    thresholds = {"compression_ratio_threshold": None, "logprob_threshold": None}
+    options = TranscriptionOptions(language="de", **GREEDY, **thresholds)
+    text = deaf.transcribe(chirp(0.5), options).whole().text
+    heard, shown, found = 0, [], []
+
+    def chunks():
+        nonlocal heard
+        for begin in range(0, len(samples), 800):
+            heard = begin + 800
+            yield samples[begin : begin + 800]
+
+    for segment in deaf.transcribe_stream(
+        chunks(), options, on_words=lambda words: shown.append((heard, words))
+    ):
+        found.append((heard, segment.text.strip(), [*shown]))
+        shown.clear()
+    assert {each for _, each, _ in found} == {text}
+    assert text
+    early = [(words, when) for when, _, words in found if words]
+    assert len(early) > 1
+    for words, when in early:
+        assert words[0][0] < when
+        texts = [each for _, each in words]
+        assert all(other.startswith(one) for one, other in itertools.pairwise([*texts, text]))
+    timed = replace(options, timestamps="segment")
+    assert transcriber.transcribe_stream([samples], timed, on_words=pytest.fail).whole().text
 
 
 def test_no_speech(transcriber):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -269,6 +270,28 @@ def test_a_pipe_is_transcribed_while_it_comes(live, voice, speech_engine):
     rest, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
     assert len(rest.splitlines()) >= 1
+
+
+def test_words_come_before_their_line_is_complete(live, voice, deaf_engine):
+    """The line begins with them, and nothing is printed twice; --no_partial prints whole lines."""
+    given = "-", deaf_engine, "--live", "--language", "de", *ONCE
+    given += "--compression_ratio_threshold", "99", "--logprob_threshold", "-99"
+    given += "--no_condition_on_prev_tokens", "--no_speech_threshold", "1"
+    whole, _ = live(*given, "--no_partial").communicate(voice[1] + SILENCE, timeout=60)
+    process = live(*given)
+    process.stdin.write(voice[1][:16000])  # half a second; more is written when words have come
+    for begin in range(16000, len(voice[1]), 800):
+        process.stdin.write(voice[1][begin : begin + 800])
+        process.stdin.flush()
+        if select.select([process.stdout], [], [], 0.5)[0]:
+            break
+    first = os.read(process.stdout.fileno(), 1000)
+    assert first.startswith(b"w")
+    rest, errors = process.communicate(SILENCE, timeout=60)
+    assert (process.returncode, errors) == (0, b"")
+    lines = {*(first + rest).splitlines()}
+    assert lines == {*whole.splitlines()}
+    assert len(lines) == 1
 
 
 def test_a_microphone_is_recorded(live, voice, speech_engine, tmp_path):
