@@ -9,12 +9,16 @@ import numpy as np
 import openai
 import pytest
 from serve_process import serving
-from speech_checkpoints import chirp, write_wav
+from speech_checkpoints import FIRST_TIMESTAMP, chirp, write_wav
 
+from edgellm.device_runtime.networks.speech import SpeechNetwork
+from edgellm.device_runtime.speculate.options import SpecOptions
 from edgellm.device_runtime.transcription.languages import NAMES
 from edgellm.device_runtime.transcription.options import TranscriptionOptions
 from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.multimodal.audio import read_audio
+from edgellm.tools.serve.engines.loading import Loading
+from edgellm.tools.serve.engines.models import read_models
 
 PATH = "/v1/audio/transcriptions"
 RUNNING = "vllm:num_requests_running"
@@ -115,6 +119,53 @@ def test_a_stream_has_the_text_in_segments(client, recording, expected):
     assert "".join(each.delta for each in pieces).rstrip() == last.text == expected.text
 
 
+def test_log_probabilities_are_those_of_the_engine(client, recording, expected):
+    """Of the tokens of the text, whole and in parts."""
+
+    def ask(**more):
+        return client.audio.transcriptions.create(
+            file=recording, model="hearing", language="de", include=["logprobs"], **more
+        )
+
+    chosen = [pair for each in expected for pair in zip(each.token_ids, each.logprobs, strict=True)]
+    wanted = [logprob for token, logprob in chosen if token < FIRST_TIMESTAMP]
+    found, stream = ask(), list(ask(stream=True))
+    assert [each.logprob for each in found.logprobs] == pytest.approx(wanted, abs=1e-9)
+    assert "".join(each.token for each in found.logprobs).strip() == expected.text
+    assert all(bytes(map(int, each.bytes)).decode() == each.token for each in found.logprobs)
+    spelled = [(each.token, each.logprob) for each in found.logprobs]
+    assert [(each.token, each.logprob) for each in stream[-1].logprobs] == spelled
+    parts = [each for delta in stream[:-1] for each in delta.logprobs]
+    assert [(each.token, each.logprob) for each in parts] == spelled
+    assert len(wanted) > 3
+
+
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
+def test_drafts_of_a_server_speculate(speech_engine, recording, monkeypatch, kind):
+    """As they do for language models: by --draftEngineDir, or by n-grams."""
+    folder = speech_engine if kind == "draft" else None
+    how = SpecOptions(
+        network=kind if folder else None,
+        draft_engine_dir=folder,
+        lookups=() if folder else (kind,),
+    )
+    (model,) = read_models([f"hearing={speech_engine}"], draft_model=folder)
+    sizes, run = [], SpeechNetwork.logits
+
+    def logits(self, token_ids, rows):
+        sizes.append((self, len(rows)))
+        return run(self, token_ids, rows)
+
+    options = TranscriptionOptions(language="de", temperatures=(0.0,))
+    expected = Transcriber(speech_engine).transcribe(recording, options).whole()
+    monkeypatch.setattr(SpeechNetwork, "logits", logits)
+    loaded = Loading(spec=how).load(model)
+    assert isinstance(loaded, Transcriber)
+    assert loaded.transcribe(recording, options).whole() == expected
+    assert len({network for network, _ in sizes}) == (2 if folder else 1)
+    assert max(count for _, count in sizes) > 2  # drafted tokens were verified
+
+
 def test_translations(client, speech_engine, recording):
     options = TranscriptionOptions(task="translate")
     expected = Transcriber(speech_engine).transcribe(read_audio(recording), options).whole()
@@ -139,7 +190,7 @@ def test_the_model_is_listed(client):
         ({"model": "text"}, "model", "text is a language model"),
         ({"language": "klingon"}, None, "language 'klingon' (give one of its languages: de, en)"),
         ({"response_format": "docx"}, "response_format", "'verbose_json'"),
-        ({"include": ["logprobs"]}, "include[]", "log-probabilities are not supported"),
+        ({"include": ["logprobs"], "response_format": "srt"}, "include[]", "response_format json"),
         ({"temperature": 2}, "temperature", "less than or equal to 1"),
         ({"timestamp_granularities": ["word"]}, "timestamp_granularities[]", "verbose_json"),
         ({"chunking_strategy": "auto"}, None, "pip install --no-deps silero-vad"),

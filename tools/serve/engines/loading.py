@@ -10,6 +10,7 @@ from urllib.parse import quote
 from edgellm.device_runtime.api.generation_request import GenerationDefaults
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.speculate.options import SpecOptions
+from edgellm.device_runtime.transcription.drafts import NGRAM
 from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.device_runtime.validation import MAX_STALL_MS
 from edgellm.tools.serve.engines import kv_persistence
@@ -36,7 +37,7 @@ class Loading:
         Raises as `LLM` or `Transcriber`.
         """
         if model.is_speech:
-            return Transcriber(model.folder, verify=self.verify)
+            return Transcriber(model.folder, self._speech_draft(), verify=self.verify)
         llm = LLM(
             model.folder,
             verify=self.verify,
@@ -52,6 +53,13 @@ class Loading:
         if self.contexts is not None:
             kv_persistence.restore(self._contexts_of(model), llm)
         return llm
+
+    def _speech_draft(self) -> Path | str:
+        """Draft of speech models, which draft by another model or by n-grams; "": none."""
+        if self.spec is None:
+            return ""
+        by_ngrams = self.spec.network is None and NGRAM in self.spec.lookups
+        return self.spec.draft_engine_dir or (NGRAM if by_ngrams else "")
 
     def unload(self, model: Model, engine: LLM | Transcriber) -> None:
         """Save an engine's contexts and free its memory.

@@ -9,6 +9,7 @@ import time
 from edgellm.core.errors import RequestError
 from edgellm.device_runtime.api.llm import Step
 from edgellm.device_runtime.arrays import F32
+from edgellm.device_runtime.sampling.logprobs import TokenLogprobs
 from edgellm.device_runtime.transcription.transcriber import Segment, Transcriber, Transcript
 from edgellm.multimodal.audio import decode_audio
 from edgellm.tools.serve.engines.ask import TranscriptionInput
@@ -41,7 +42,7 @@ class SpeechWorker(Worker):
             request_timeout_s=request_timeout_s,
             num_threads=_RECORDINGS,
         )
-        self._transcriber = transcriber
+        self.transcriber = transcriber
 
     def _run(self, job: Job, began: float) -> None:
         self._check(job)
@@ -51,10 +52,10 @@ class SpeechWorker(Worker):
 
     def _transcribe(self, job: Job, ask: TranscriptionInput, began: float) -> None:
         """Post the segments of a recording, and then its transcript."""
-        self._transcriber.require(ask.options)
+        self.transcriber.require(ask.options)
         samples = _samples(ask.audio)
         self._check(job)
-        found = self._transcriber.transcribe(samples, ask.options)
+        found = self.transcriber.transcribe(samples, ask.options)
         found.before_pass = functools.partial(self._check, job)
         job.post(Started(0))
         segments: list[Segment] = []
@@ -63,12 +64,21 @@ class SpeechWorker(Worker):
             first = first or time.monotonic()
             self._metrics.generated.inc(len(segment.token_ids))
             segments.append(segment)
-            job.post(Step(segment.token_ids, segment.text))
+            job.post(Step(segment.token_ids, segment.text, logprobs=self._logprobs(segment)))
         transcript = found.collected(tuple(segments))
         finished = _figures(transcript, job, began, first or time.monotonic())
         self._metrics.audio.inc(transcript.duration_s)
         self._metrics.finished(finished, time.monotonic() - job.arrived)
         job.post(finished)
+
+    def _logprobs(self, segment: Segment) -> tuple[TokenLogprobs, ...]:
+        """Of the tokens of its text, without times."""
+        first = self.transcriber.spec.first_timestamp_id
+        return tuple(
+            TokenLogprobs(token_id, logprob, ())
+            for token_id, logprob in zip(segment.token_ids, segment.logprobs, strict=True)
+            if token_id < first
+        )
 
 
 def _samples(audio: bytes) -> F32:

@@ -10,6 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from edgellm.device_runtime.api.llm import LLM
+from edgellm.device_runtime.transcription.transcriber import Transcriber
 from edgellm.tools.serve.engines.ask import Ask, EngineRequest
 from edgellm.tools.serve.engines.llm_worker import LLMWorker
 from edgellm.tools.serve.engines.models import Model
@@ -51,8 +52,13 @@ class EngineHandler:
             param="model",
         )
 
-    def require_speech(self) -> None:
-        """Raise `ApiError` 400 unless the engine is of a speech model."""
+    @property
+    def transcriber(self) -> Transcriber:
+        """The engine of a speech model.
+
+        Raises:
+            ApiError: 400 if it is of a language model.
+        """
         if not isinstance(self.worker, SpeechWorker):
             raise ApiError(
                 400,
@@ -60,6 +66,7 @@ class EngineHandler:
                 "model, such as Whisper",
                 param="model",
             )
+        return self.worker.transcriber
 
     @property
     def name(self) -> str:

@@ -111,6 +111,16 @@ def chat_logprobs(entries: Iterable[TokenLogprobs], places: TokenPlaces) -> list
     return found
 
 
+def transcript_logprobs(
+    entries: Iterable[TokenLogprobs], places: TokenPlaces
+) -> list[dict[str, Any]]:
+    """`logprobs` of transcripts: as `chat_logprobs`, of the tokens alone."""
+    found = chat_logprobs(entries, places)
+    for each in found:
+        del each["top_logprobs"]
+    return found
+
+
 def completion_logprobs(
     entries: Iterable[TokenLogprobs],
     places: TokenPlaces,

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from edgellm.device_runtime.api.llm import Step
+from edgellm.device_runtime.text.tokenizer import ChatTokenizer
 from edgellm.device_runtime.transcription.formats import facts, srt, vtt
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
@@ -24,6 +25,7 @@ from edgellm.tools.serve.engines.ask import TranscriptionInput
 from edgellm.tools.serve.engines.events import Finished, Started
 from edgellm.tools.serve.http.errors import ApiError
 from edgellm.tools.serve.output.streams import EVENTS, OneText
+from edgellm.tools.serve.protocols.openai.logprobs import TokenPlaces, transcript_logprobs
 from edgellm.tools.serve.routing.engine_pool import EnginePool
 
 _Event = dict[str, Any]
@@ -49,12 +51,12 @@ class SpeechForm(BaseModel):
     ] = []
     stream: bool = False
     chunking_strategy: Literal["auto"] | None = None  # cut at pauses, without silence
-    include: Annotated[list[str], Field(alias="include[]")] = []
+    include: Annotated[list[Literal["logprobs"]], Field(alias="include[]")] = []
 
     def require_supported(self) -> None:
-        """Raise `ApiError` for unsupported fields, and for those that contradict each other."""
-        if self.include:
-            raise ApiError(400, "include[]: log-probabilities are not supported", param="include[]")
+        """Raise `ApiError` for fields that contradict each other."""
+        if self.include and self.response_format != "json":
+            raise ApiError(400, "include[]: logprobs need response_format json", param="include[]")
         if self.stream and self.response_format not in _STREAMED:
             raise ApiError(
                 400,
@@ -91,8 +93,10 @@ class TranscriptWriter(OneText):
 
     framing, last = EVENTS, b""
 
-    def __init__(self, form: SpeechForm) -> None:
+    def __init__(self, form: SpeechForm, tokenizer: ChatTokenizer) -> None:
         self._form, self._is_first = form, True
+        self._places = TokenPlaces(tokenizer, tokenizer.hidden_ids())
+        self._logprobs: list[_Event] = []  # of all segments so far
 
     def begin(self, started: Started) -> list[_Event]:
         """Nothing precedes the text."""
@@ -103,12 +107,21 @@ class TranscriptWriter(OneText):
         """The text of a segment."""
         text = step.text.lstrip() if self._is_first else step.text
         self._is_first = self._is_first and not text
-        return [{"type": "transcript.text.delta", "delta": text}] if text else []
+        found = transcript_logprobs(step.logprobs, self._places)
+        self._logprobs += found
+        if not text:
+            return []
+        return [{"type": "transcript.text.delta", "delta": text, **self._with(found)}]
+
+    def _with(self, logprobs: list[_Event]) -> _Event:
+        """The field of log-probabilities, if it is included."""
+        return {"logprobs": logprobs} if self._form.include else {}
 
     def end(self, figures: Finished) -> list[_Event]:
         """The whole text."""
         found = _transcript(figures)
-        return [{"type": "transcript.text.done", "text": found.text, "usage": _usage(found)}]
+        done = {"type": "transcript.text.done", "text": found.text, "usage": _usage(found)}
+        return [done | self._with(self._logprobs)]
 
     def whole(self, figures: Finished) -> _Event | str:
         """The body in the requested format."""
@@ -118,7 +131,7 @@ class TranscriptWriter(OneText):
         if kind in _SUBTITLES:
             return "".join(_SUBTITLES[kind](found))
         if kind == "json":
-            return {"text": found.text, "usage": _usage(found)}
+            return {"text": found.text, "usage": _usage(found), **self._with(self._logprobs)}
         shown = {**facts(found), "usage": _usage(found)}
         if self._form.granularities == ["word"]:
             del shown["segments"]
@@ -130,9 +143,9 @@ def add_transcriptions(app: FastAPI, engines: EnginePool) -> None:
 
     async def transcribed(form: SpeechForm, request: Request, task: str) -> Response:
         served = await engines.of(form.model, request)
-        served.require_speech()
+        writer = TranscriptWriter(form, served.transcriber.tokenizer)
         asks = [await form.ask(task)]
-        return await served.respond(request, asks, TranscriptWriter(form), streams=form.stream)
+        return await served.respond(request, asks, writer, streams=form.stream)
 
     @app.post("/v1/audio/transcriptions")
     async def transcribe(form: Annotated[SpeechForm, _Form], request: Request) -> Response:
