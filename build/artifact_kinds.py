@@ -116,7 +116,7 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
     if plan.max_lora_rank and not bundle.decoder.is_causal:
         raise EdgeLLMError("--maxLoraRank: an encoder takes no adapters", hint="leave it out")
     if bundle.decoder.audio is not None:
-        _require_one_window(plan)
+        _require_windows(plan)
     if plan.max_lora_rank and bundle.decoder.rotation:
         raise EdgeLLMError(
             f"--maxLoraRank: the residual stream of {source} was rotated, that of adapters was not",
@@ -124,17 +124,16 @@ def _require_base(source: Path, bundle: Bundle, plan: Plan) -> None:
         )
 
 
-def _require_one_window(plan: Plan) -> None:
-    """Reject flags of batches, trees and adapters: passes of a speech model have one window."""
+def _require_windows(plan: Plan) -> None:
+    """Reject flags of trees and adapters: the windows of a speech model have neither."""
     given = {
-        "--maxBatchSize": plan.max_batch_size > 1,
         "--maxVerifyTreeSize": plan.max_verify_tree_size > 0,
         "--maxLoraRank": plan.max_lora_rank > 0,
     }
     for flag, is_given in given.items():
         if is_given:
             raise EdgeLLMError(
-                f"{flag}: not for speech models, which transcribe one window of audio at a time",
+                f"{flag}: not for speech models, which draft texts and merge adapters",
                 hint="leave it out",
             )
 

@@ -149,6 +149,9 @@ AUDIO_EMBEDS = "audio_embeds"  # activations [rows, H]; rows after the clip's to
 INPUT_FEATURES = "input_features"  # activations [1, mel bins, F]; other sizes in chat models
 ENCODER_HIDDEN = "encoder_hidden_states"  # activations [1, A, H], after the last norm
 CROSS = "cross."  # prefix of `cross_name`
+# int64 [sequences]; in graphs with edgellm's kernels, the place of each sequence's window among
+# those whose keys and values are held
+WINDOW_PLACES = "window_places"
 # activations [1, S, N*D]; queries of `AudioSpec.alignment_heads` in this order, before the product
 # with keys, from which the host computes what each token attends to
 ALIGNMENT_QUERIES = "alignment_queries"

@@ -98,13 +98,13 @@ def lower(
         lower_linears(graph, kernel)
     lower_recurrences(graph, own_recurrent)
     lower_rotations(graph)
-    _lower_audio(graph, kernel, cache, capacity)
     if cache is None:
         lower_encoder_attention(graph)
     elif isinstance(kernel, OwnLinears):
         lower_own_attention(graph, cache, capacity)
     else:
         _lower_attention(graph, cache, needs_mask=needs_mask)
+    _lower_audio(graph, kernel, cache, capacity)
     _drop_argmax(model.graph)
     lower_norms(graph)
     lower_activations(graph)

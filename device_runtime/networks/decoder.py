@@ -253,9 +253,14 @@ class DecoderNetwork:
         """See `Runner`."""
         return self._runner.batch_limits
 
-    def listen(self, cross: Mapping[str, NDArray[np.float32]]) -> None:
-        """Set the keys and values of audio of later passes; see `graph_io.cross_name`."""
-        self._inputs.listen(cross)
+    @property
+    def num_windows(self) -> int:
+        """See `Runner`."""
+        return self._runner.num_windows
+
+    def listen(self, cross: Mapping[str, NDArray[np.float32]], place: int) -> None:
+        """See `Runner.hold_window`."""
+        self._inputs.listen(cross, place)
 
     def hold_adapters(self, weights: F32, table: I64) -> None:
         """See `Runner.hold_adapters`."""

@@ -37,12 +37,13 @@ class PassInputs:
         if self._images is not None:
             count = self._images.num_deepstack
             self._give([ImageRows.none(spec.hidden_size, count)])
+        self._has_audio = spec.audio is not None
         if spec.audio is not None:
-            self.listen(_silence(spec, spec.audio))
+            self._runner.hold(_silence(spec, spec.audio))
 
-    def listen(self, cross: Mapping[str, NDArray]) -> None:
-        """Set the keys and values of audio of all later passes, by contract name."""
-        self._runner.hold(cross)
+    def listen(self, cross: Mapping[str, NDArray], place: int) -> None:
+        """See `Runner.hold_window`."""
+        self._runner.hold_window(cross, place)
 
     def hold(self, parts: Sequence[tuple[SequenceKV, I64]]) -> list[int]:
         """Set the image embeddings of a pass: those of all sequences, concatenated.
@@ -118,6 +119,8 @@ class PassInputs:
         if self.takes_adapters:
             slot = 0 if kv.adapter is None else kv.adapter.slot
             inputs[graph_io.ADAPTER] = np.array([slot])
+        if self._has_audio:
+            inputs[graph_io.WINDOW_PLACES] = np.array([kv.window])
         if tree_mask is None and self._is_bidirectional:
             tree_mask = image_mask(token_ids >= self._vocab_size)
         if tree_mask is not None:

@@ -41,6 +41,7 @@ class SequenceKV:
         length: positions to keep.
         images: of the prompt.
         adapter: LoRA adapter of its tokens.
+        window: place of the audio that it transcribes, see `Runner.hold_window`.
         cache: memory in the runner's pool; None: swapped out, or empty.
         swapped: host copy while it is swapped out.
         min_length: minimum prefix length, other than 0, that can be continued: sliding windows
@@ -54,6 +55,7 @@ class SequenceKV:
         self.length = self.min_length = 0
         self.images: ImageRows | None = None
         self.adapter: LoadedAdapter | None = None
+        self.window = 0
         self.cache: KVCache | None = None
         self.swapped: NDArray[Any] | None = None
         self.states: StateMemory | None = None

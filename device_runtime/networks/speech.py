@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,17 @@ from edgellm.core.model_spec import AudioSpec
 from edgellm.core.resources import trim
 from edgellm.device_runtime import runners
 from edgellm.device_runtime.arrays import F32, I64
-from edgellm.device_runtime.networks.decoder import DecoderNetwork, network
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, SequencePart, network
+from edgellm.device_runtime.networks.shared_passes import SharedPasses
 from edgellm.device_runtime.runners.runner import Runner
 
 
 class SpeechNetwork:
-    """A loaded encoder of audio and its decoder, for one window at a time."""
+    """A loaded encoder of audio and its decoder, for the text of one window at a time.
+
+    `beside` gives further ones of the same engine, for threads of their own: their tokens share
+    passes. The bits of a text do not depend on the others.
+    """
 
     def __init__(
         self,
@@ -33,9 +39,23 @@ class SpeechNetwork:
     ) -> None:
         """`encoder`: None: another network's encodes the windows."""
         self._encoder, self._cross_kv, self._decoder = encoder, cross_kv, decoder
-        self._audio, self._length = audio, 0
-        self._cross: Mapping[str, F32] = {}  # an engine may have positions in pages
+        self._audio, self._length, self._kv = audio, 0, decoder.new_kv()
+        self._passes = SharedPasses(decoder)
+        self._keys: dict[int, F32] = {}  # of audio, of layers with alignment heads
         self._queries: list[F32] | None = None  # by token; None: not recorded
+
+    def beside(self) -> list[SpeechNetwork]:
+        """Networks for the other windows of a batch, which share all memory but the text's."""
+        found: list[SpeechNetwork] = []
+        for place in range(1, self._decoder.num_windows):
+            found.append(copy(self))
+            found[-1]._kv = self._decoder.new_kv()
+            found[-1]._kv.window = place
+        return found
+
+    @property
+    def _heads(self) -> tuple[tuple[int, int], ...]:
+        return self._audio.alignment_heads
 
     @property
     def num_mel_bins(self) -> int:
@@ -55,9 +75,15 @@ class SpeechNetwork:
         return hidden
 
     def listen(self, hidden: F32) -> None:
-        """Begin the text of a window with these hidden states, as `encode` gives them."""
-        self._cross = dict(self._cross_kv.run({graph_io.ENCODER_HIDDEN: hidden}))
-        self._decoder.listen(self._cross)
+        """Begin the text of a window with these hidden states, as `encode` gives them.
+
+        Threads must not `encode` or `listen` at the same time.
+        """
+        cross = dict(self._cross_kv.run({graph_io.ENCODER_HIDDEN: hidden}))
+        self._decoder.listen(cross, self._kv.window)
+        keys = {layer: cross[graph_io.cross_name(layer, "key")] for layer, _ in self._heads}
+        is_alone = self._decoder.num_windows == 1  # others overwrite the outputs
+        self._keys = keys if is_alone else {layer: each.copy() for layer, each in keys.items()}
         self.restart()
 
     def restart(self, *, records_queries: bool = False) -> None:
@@ -66,8 +92,13 @@ class SpeechNetwork:
         Args:
             records_queries: for `attention_to_audio`.
         """
-        self._decoder.kv.free()
+        with self._passes.alone():
+            self._kv.free()
         self._length, self._queries = 0, [] if records_queries else None
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """While this thread computes `logits`; see `SharedPasses.decoding`."""
+        return self._passes.decoding()
 
     @property
     def length(self) -> int:
@@ -76,7 +107,7 @@ class SpeechNetwork:
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the text."""
-        self._decoder.kv.truncate(length)
+        self._kv.truncate(length)
         self._length = length
 
     def logits(self, token_ids: I64, rows: I64) -> F32:
@@ -84,7 +115,7 @@ class SpeechNetwork:
 
         The array is valid until the next call.
         """
-        found = self._decoder.run(token_ids, self._length, rows)
+        found = self._passes.run(SequencePart(self._kv, token_ids, self._length, rows))
         if self._queries is not None:
             self._queries[self._length :] = found.alignment_queries.copy()
         self._length += len(token_ids)
@@ -98,13 +129,13 @@ class SpeechNetwork:
             num_positions: of the encoder, from the window's begin; weights of all sum to 1.
         """
         assert self._queries is not None
-        heads = self._audio.alignment_heads
+        heads = self._heads
         queries = np.stack(self._queries[tokens]).reshape(
             len(self._queries[tokens]), len(heads), -1
         )
         found = np.empty((len(heads), len(queries), num_positions), np.float32)
         for at, (layer, head) in enumerate(heads):
-            pages = self._cross[graph_io.cross_name(layer, "key")][:, head]
+            pages = self._keys[layer][:, head]  # an engine may have positions in pages
             keys = pages.reshape(-1, pages.shape[-1])[: self._audio.num_positions]
             scores = queries[:, at] @ keys.T / np.float32(np.sqrt(keys.shape[1]))
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -30,6 +30,7 @@ class Runner:
             splits a batch into the cheapest passes; zeros: it needs no costs.
         runs_async: whether `run_async` is implemented, for a draft.
         states: memory of recurrent states; None: they are inputs, and the host has them.
+        num_windows: of audio, whose keys and values are held for passes of a speech model.
     """
 
     kv_pool: KVPool | None = None
@@ -37,9 +38,19 @@ class Runner:
     batch_limits: tuple[int, int] = (0, 0)
     runs_async: bool = False
     states: StateStore | None = None
+    num_windows: int = 1
 
     def hold(self, inputs: Inputs) -> None:
         """Set inputs of all later passes, until they are replaced: images."""
+        raise NotImplementedError
+
+    def hold_window(self, cross: Inputs, place: int) -> None:
+        """Set the keys and values of a window of audio, after `hold` has set all once.
+
+        Args:
+            cross: by `cross_name`.
+            place: below `num_windows`; passes select it by the input `WINDOW_PLACES`.
+        """
         raise NotImplementedError
 
     def run(self, inputs: Inputs) -> Outputs:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from edgellm.core.checksums import FileCheck
 from edgellm.core.errors import EdgeLLMError, RequestError
@@ -17,7 +18,7 @@ from edgellm.device_runtime.networks.speech import open_speech
 from edgellm.device_runtime.speculate.drafters.draft import require_same_tokens
 from edgellm.device_runtime.text.tokenizer import ChatTokenizer, TextStream
 from edgellm.device_runtime.transcription.drafts import NGRAM, Draft, ModelDraft, NgramDraft
-from edgellm.device_runtime.transcription.fair_lock import FairLock
+from edgellm.device_runtime.transcription.fair_pool import FairPool
 from edgellm.device_runtime.transcription.languages import code_of
 from edgellm.device_runtime.transcription.options import (
     NO_TIMES,
@@ -86,7 +87,11 @@ class Transcript:
 class Transcriber:
     """A loaded speech model; `close` or `with` frees its memory.
 
-    Threads may share it: windows of their recordings are computed in turns.
+    Threads may share it: windows of their recordings are computed in turns. The tokens of some
+    share passes, which has no effect on their texts.
+
+    Attributes:
+        num_windows: that share passes: the engine's batch size, or 1 with a draft model.
     """
 
     def __init__(
@@ -113,18 +118,20 @@ class Transcriber:
         # Tokens of earlier text in a prompt
         half = min(engine.decoder.max_positions, capacity) // 2 - 1
         self.max_previous = min(half, engine.max_input_len - _START_TOKENS)
-        self._end_ids, self._draft = (
-            engine.eos_token_ids,
-            _open_draft(folder, engine, draft, verify),
-        )
-        self._decoder: WindowDecoder | None = WindowDecoder(
-            network=network,
-            spec=self.spec,
-            end_ids=engine.eos_token_ids,
-            capacity=capacity,
-            draft=self._draft,
-        )
-        self.turn = FairLock()  # held while a window is computed
+        self._end_ids, drafts = engine.eos_token_ids, _drafts(folder, engine, draft, verify)
+        decoders = [
+            WindowDecoder(
+                network=each,
+                spec=self.spec,
+                end_ids=engine.eos_token_ids,
+                capacity=capacity,
+                draft=own,
+            )
+            for each, own in zip([network, *network.beside()], drafts, strict=False)
+        ]
+        self.num_windows, self.draft_bins = len(decoders), decoders[0].draft_bins
+        self._decoders: FairPool[WindowDecoder] | None = FairPool(decoders)
+        self._encoding = threading.Lock()
 
     def __enter__(self) -> Transcriber:
         """`with Transcriber(...) as model:` closes it at the end."""
@@ -135,16 +142,26 @@ class Transcriber:
         self.close()
 
     def close(self) -> None:
-        """Free the memory after the running window; unfinished transcripts fail."""
-        with self.turn:
-            self._decoder = self._draft = None
+        """Free the memory after the running windows; unfinished transcripts fail."""
+        with ExitStack() as stack:
+            for _ in range(self.num_windows if self._decoders is not None else 0):
+                stack.enter_context(self.window_decoder())
+            self._decoders = None
 
-    @property
-    def decoder(self) -> WindowDecoder:
-        """The decoder of windows; raises `EdgeLLMError` after `close`."""
-        if self._decoder is None:
-            raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
-        return self._decoder
+    @contextmanager
+    def window_decoder(self) -> Iterator[WindowDecoder]:
+        """A decoder for one window, which other threads do not have until the end.
+
+        Raises:
+            EdgeLLMError: the transcriber was closed.
+        """
+        decoders = self._decoders
+        if decoders is not None:
+            with decoders.taken() as found:
+                if self._decoders is not None:
+                    yield found
+                    return
+        raise EdgeLLMError("the transcriber was closed", hint="load the engine again")
 
     def transcribe(
         self, audio: Path | str | F32, options: TranscriptionOptions | None = None
@@ -227,26 +244,15 @@ class Transcriber:
             )
         return tuple(found)
 
-    def detect_language(self) -> str:
-        """The most probable language of the window that was listened to last."""
-        network = self.decoder.network
-        logits = network.next_logits(np.array([self.spec.start_id]))
-        codes = sorted(self.spec.languages, key=self.spec.languages.__getitem__)
-        scores = logits[[self.spec.languages[code] for code in codes]]
-        network.restart()
-        return codes[int(scores.argmax())]
+    def detect_language(self, decoder: WindowDecoder) -> str:
+        """The most probable language of the window that a decoder listens to."""
+        languages = sorted(self.spec.languages.items(), key=lambda each: each[1])
+        return languages[decoder.most_probable([token for _, token in languages])][0]
 
-    def listen(self, window: Window) -> None:
-        """Encode a window."""
-        hidden = self.decoder.network.encode(window.features)
-        self.decoder.network.listen(hidden)
-        if self._draft is not None:
-            self._draft.listen(hidden, window.draft_features)
-
-    @property
-    def draft_bins(self) -> int:
-        """Mel bins of the features that a draft's own encoder takes; 0: it has none."""
-        return 0 if self._draft is None else self._draft.num_mel_bins
+    def listen(self, decoder: WindowDecoder, window: Window) -> None:
+        """Encode a window, one at a time."""
+        with self._encoding:
+            decoder.listen(window)
 
 
 class Transcription:
@@ -292,8 +298,8 @@ class Transcription:
                 if not part.is_complete:
                     self._hear(window, previous, words)
                     break
-                with self._model.turn:
-                    found, times = self._decode(window, previous, words.token_ids)
+                with self._model.window_decoder() as decoder:
+                    found, times = self._decode(decoder, window, previous, words.token_ids)
                 may_condition = (
                     self._options.condition_on_prev_tokens and found.temperature < _CONDITIONS_BELOW
                 )
@@ -334,8 +340,10 @@ class Transcription:
         """
         assert self._on_words is not None
         options, model, language = self._options, self._model, self.language
-        with model.turn:
-            found, _ = self._decode(window, previous, words.token_ids, options.temperatures[:1])
+        with model.window_decoder() as decoder:
+            found, _ = self._decode(
+                decoder, window, previous, words.token_ids, options.temperatures[:1]
+            )
         is_kept = not (found.is_silent(options) or found.is_poor(options, model.vocab_size))
         count = len(found.token_ids) - (not found.end)  # the capacity has room for a token more
         if is_kept and words.add([*self._words(found.token_ids[:count])], self.language):
@@ -345,6 +353,7 @@ class Transcription:
 
     def _decode(
         self,
+        decoder: WindowDecoder,
         window: Window,
         previous: Sequence[int],
         prefix: Sequence[int],
@@ -356,14 +365,14 @@ class Transcription:
         """
         options, model = self._options, self._model
         self.before_pass()
-        model.listen(window)
+        model.listen(decoder, window)
         if not self.language:
-            self.language = model.detect_language() if model.spec.languages else "en"
+            self.language = model.detect_language(decoder) if model.spec.languages else "en"
         has_timestamps = options.timestamps != NO_TIMES or window.is_of_several
         prompt = self._prompt(previous, has_timestamps=has_timestamps)
         aligns, found = options.timestamps == WORD_TIMES, None
         for temperature in temperatures or options.temperatures:
-            found = model.decoder.decode(
+            found = decoder.decode(
                 prompt,
                 timestamps=has_timestamps,
                 temperature=temperature,
@@ -377,7 +386,7 @@ class Transcription:
         assert found is not None  # there are temperatures
         if not aligns or found.is_silent(options):
             return found, []
-        positions = model.decoder.align(prompt, found, window.num_positions)
+        positions = decoder.align(prompt, found, window.num_positions)
         return found, [position * _STEP_S for position in positions]
 
     def _prompt(self, previous: Sequence[int], *, has_timestamps: bool) -> Prompt:
@@ -439,13 +448,14 @@ class Transcription:
         return (token for token in token_ids if token < first)
 
 
-def _open_draft(
+def _drafts(
     folder: Path, engine: Engine, draft: Path | str, verify: bool | None
-) -> Draft | None:
+) -> Iterable[Draft | None]:
+    """Drafts of windows of a batch; a model drafts for one."""
     if not draft:
-        return None
+        return itertools.repeat(None)
     if draft == NGRAM:
-        return NgramDraft()
+        return iter(NgramDraft, None)
     path = Path(draft)
     found, audio = load_engine(path, LLM_ENGINE), engine.decoder.audio
     encoders = [each.provenance.get(ENCODER_HASH) for each in (engine, found)]
@@ -464,7 +474,7 @@ def _open_draft(
             f"{path} has other windows or another capacity than {folder}",
             hint="build both engines with the same --maxKVCacheCapacity",
         )
-    return ModelDraft(network, min(found.eos_token_ids))
+    return [ModelDraft(network, min(found.eos_token_ids))]
 
 
 def _no_check() -> None:

@@ -16,6 +16,7 @@ from edgellm.device_runtime.sampling.sampler import Sampler
 from edgellm.device_runtime.transcription.decoding_rules import DecodingRules, log_sum_exp
 from edgellm.device_runtime.transcription.drafts import Draft
 from edgellm.device_runtime.transcription.window_text import WindowText
+from edgellm.device_runtime.transcription.windows import Window
 from edgellm.device_runtime.transcription.word_times import first_positions
 
 
@@ -87,6 +88,26 @@ class WindowDecoder:
         self.network, self._spec, self._end_ids = network, spec, end_ids
         self._capacity, self._draft = capacity, draft
 
+    @property
+    def draft_bins(self) -> int:
+        """Mel bins of the features that a draft's own encoder takes; 0: it has none."""
+        return 0 if self._draft is None else self._draft.num_mel_bins
+
+    def listen(self, window: Window) -> None:
+        """Encode a window."""
+        hidden = self.network.encode(window.features)
+        self.network.listen(hidden)
+        if self._draft is not None:
+            self._draft.listen(hidden, window.draft_features)
+
+    def most_probable(self, token_ids: Sequence[int]) -> int:
+        """Position of the token that is the most probable first one of a text."""
+        with self.network.decoding():
+            logits = self.network.next_logits(np.array([self._spec.start_id]))
+        found = int(logits[[*token_ids]].argmax())
+        self.network.restart()
+        return found
+
     def decode(
         self,
         prompt: Prompt,
@@ -115,11 +136,6 @@ class WindowDecoder:
         self.network.restart(records_queries=aligns)
         if self._draft is not None:
             self._draft.begin(given, rules)
-        before_pass()
-        begun = [*given, *prefix]
-        starts = [len(prompt.previous), len(begun) - 1]
-        start, logits = self.network.logits(np.array(begun), np.array(starts))
-        no_speech = float(np.exp(start[self._spec.no_speech_id] - log_sum_exp(start)))
         text = _Text(
             rules=rules,
             sampler=Sampler(params=params),
@@ -127,16 +143,12 @@ class WindowDecoder:
             room=self._capacity - len(given),
             prefix=prefix,
         )
-        text.take(logits)
-        while not text.is_complete:
+        with self.network.decoding():
             before_pass()
-            newest, drafted = text.token_ids[-1], self._drafted(text)
-            rows = self.network.logits(np.array([newest, *drafted]), np.arange(len(drafted) + 1))
-            for row, guess in zip(rows, [*drafted, None], strict=True):
-                if text.take(row) != guess or text.is_complete:
-                    break
-            # The newest token is computed in the next pass
-            self.network.truncate(len(given) + len(text.token_ids) - (not text.end))
+            no_speech = self._begin(text, prompt)
+            while not text.is_complete:
+                before_pass()
+                self._extend(text, len(given))
         return WindowText(
             token_ids=tuple(text.token_ids),
             end=text.end,
@@ -144,6 +156,25 @@ class WindowDecoder:
             logprobs=(*[math.nan] * len(prefix), *text.logprobs),
             no_speech_prob=no_speech,
         )
+
+    def _begin(self, text: _Text, prompt: Prompt) -> float:
+        """Choose the first token after prompt and prefix; returns the probability of no speech."""
+        begun = [*prompt.token_ids, *text.token_ids]
+        starts = [len(prompt.previous), len(begun) - 1]
+        start, logits = self.network.logits(np.array(begun), np.array(starts))
+        no_speech = float(np.exp(start[self._spec.no_speech_id] - log_sum_exp(start)))
+        text.take(logits)
+        return no_speech
+
+    def _extend(self, text: _Text, num_given: int) -> None:
+        """Choose further tokens: the accepted ones of a draft, and the one after them."""
+        newest, drafted = text.token_ids[-1], self._drafted(text)
+        rows = self.network.logits(np.array([newest, *drafted]), np.arange(len(drafted) + 1))
+        for row, guess in zip(rows, [*drafted, None], strict=True):
+            if text.take(row) != guess or text.is_complete:
+                break
+        # The newest token is computed in the next pass
+        self.network.truncate(num_given + len(text.token_ids) - (not text.end))
 
     def _drafted(self, text: _Text) -> list[int]:
         """Tokens to verify; each needs a place, and the token after it one, too."""

@@ -230,7 +230,7 @@ def test_flags_of_language_models_are_rejected(command_here, speech_checkpoint, 
 @pytest.mark.parametrize(
     ("flags", "fragment"),
     [
-        (("--maxBatchSize", 2), "--maxBatchSize: not for speech models"),
+        (("--maxVerifyTreeSize", 9), "--maxVerifyTreeSize: not for speech models"),
         (("--backend", "onnxruntime", "--device", "cuda"), "attention to audio"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -250,24 +252,48 @@ def _transcribe_files(
     options: TranscriptionOptions,
     write: Write,
 ) -> None:
-    """Transcribe one file after the other; raises `EdgeLLMError` at the end if some failed."""
-    from edgellm.core.artifact import replace_file
+    """Transcribe files in their order, as many at once as the engine's batch has windows.
 
-    num_failed = 0
-    for file, target in targets:
+    Raises:
+        EdgeLLMError: at the end, if some failed.
+    """
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise KeyboardInterrupt
+
+    def content(file: str) -> str:
+        found = transcriber.transcribe(_samples(file), options)
+        found.before_pass = check
+        return "".join(write(found))
+
+    with ThreadPoolExecutor(transcriber.num_windows) as threads:
+        running = [threads.submit(content, file) for file, _ in targets]
         try:
-            content = "".join(write(transcriber.transcribe(_samples(file), options)))
-        except RequestError as error:
-            num_failed += 1
-            typer.echo(f"error: {error}", err=True)
-            continue
-        replace_file(target, content)
-        typer.echo(str(target))
+            pairs = zip(targets, running, strict=True)
+            num_failed = sum(not _is_written(target, each) for (_, target), each in pairs)
+        finally:  # an interrupt ends the others before their next pass
+            is_over.set()
+            threads.shutdown(wait=False, cancel_futures=True)
     if num_failed:
         raise EdgeLLMError(
             f"{num_failed} of {len(targets)} files were not transcribed",
             hint="the lines above say why",
         )
+
+
+def _is_written(target: Path, content: Future[str]) -> bool:
+    """Write a transcript when it is computed; print its error if it is not."""
+    from edgellm.core.artifact import replace_file
+
+    try:
+        replace_file(target, content.result())
+    except RequestError as error:
+        typer.echo(f"error: {error}", err=True)
+        return False
+    typer.echo(str(target))
+    return True
 
 
 def _samples(file: str) -> NDArray[np.float32]:

@@ -22,6 +22,7 @@ from edgellm.core.graph_io import (
     CROSS,
     SEQUENCES,
     TREE_MASKS,
+    WINDOW_PLACES,
     page_table_name,
     past_name,
     present_name,
@@ -47,6 +48,7 @@ _SHARED_ROWS, _ALONE_ROWS = 64, (256, 128)
 _BOTH_WAYS = VISIBLE_BOTH_WAYS, VISIBLE_AROUND
 _MASKS = VISIBLE_SLOTS, VISIBLE_IN_WINDOW, VISIBLE_BEFORE, *_BOTH_WAYS
 _AUDIO_ROWS = 256  # of a page of audio
+_HELD_PAGES = "audio_pages"  # symbol of their number
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
@@ -120,30 +122,26 @@ def lower_audio_attention(graph: GraphEditor, cache: KVCacheSpec | None, capacit
     positions than tokens are left to other lowerings, with rounding that depends on the tokens.
 
     Args:
-        graph: of a speech model's decoder.
+        graph: of a speech model's decoder, after `lower_attention`.
         cache: of its own tokens; audio is stored in floats of its size, at least halves.
         capacity: tokens of a sequence.
     """
-    facts: ir.Value | None = None
+    windows: tuple[ir.Value, ir.Value] | None = None
     for call in find_calls(graph.graph, CROSS_ATTENTION):
         q, *audio = call.inputs
-        assert q is not None
         _, heads, positions, width = (int(size) for size in audio[0].shape)  # type: ignore - it is static
         if positions < capacity:
             return
         graph.cursor = call
-        if facts is None:
-            facts = _facts_of_audio(graph, q, positions)
-        pages = -(-positions // _AUDIO_ROWS)
+        windows = windows or _windows(graph, positions)
         is_float = cache is not None and cache.dtype == "float32"
         for value in audio:
             assert value is not None
-            value.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
+            value.shape = ir.Shape([_HELD_PAGES, heads, _AUDIO_ROWS, width])
             value.type = ir.TensorType(ir.DataType.FLOAT if is_float else ir.DataType.FLOAT16)
-        table = graph.constant("audio_pages", np.arange(pages)[None])
         y = graph.node(
             "CachedAttention",
-            [q, None, None, *audio, facts, table],
+            [q, None, None, *audio, *windows],
             domain=DOMAIN,
             num_heads=heads,
             kv_num_heads=heads,
@@ -177,13 +175,23 @@ def lower_audio_outputs(graph: GraphEditor, capacity: int) -> None:
         found.shape = ir.Shape([pages, heads, _AUDIO_ROWS, width])
 
 
-def _facts_of_audio(graph: GraphEditor, q: ir.Value, positions: int) -> ir.Value:
-    """`SEQUENCES` of audio, int64 [1, 3]: the tokens of the pass count as its last positions."""
-    count = graph.node("Shape", [q], start=1, end=2)
+def _windows(graph: GraphEditor, positions: int) -> tuple[ir.Value, ir.Value]:
+    """`SEQUENCES` and page table of the windows of a pass, int64 [sequences, 3] and [..., pages].
+
+    The tokens of a sequence count as the last positions of its window.
+    """
+    sequences = next(value for value in graph.graph.inputs if value.name == SEQUENCES)
+    places = ir.val(WINDOW_PLACES, ir.DataType.INT64, [NUM_SEQUENCES])
+    graph.graph.inputs.append(places)
+    count = graph.node("Gather", [sequences, graph.constant("tokens", np.array([1]))], axis=1)
     before = graph.node("Sub", [graph.constant("audio_positions", np.array([positions])), count])
-    parts = [before, count, graph.constant("no_mask", np.array([0]))]
-    joined = graph.node("Concat", parts, axis=0)
-    return graph.node("Reshape", [joined, graph.constant("one_sequence", np.array([1, 3]))])
+    no_mask = graph.node("Sub", [count, count])
+    facts = graph.node("Concat", [before, count, no_mask], axis=1)
+    pages = -(-positions // _AUDIO_ROWS)
+    column = graph.node("Unsqueeze", [places, graph.constant("column", np.array([1]))])
+    first = graph.node("Mul", [column, graph.constant("pages_of_window", np.array([pages]))])
+    table = graph.node("Add", [first, graph.constant("audio_pages", np.arange(pages)[None])])
+    return facts, table
 
 
 def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:

@@ -22,7 +22,7 @@ _NO_MASK = np.zeros(_MIN_MASK, np.bool_)
 
 # The axis along which sequences are concatenated
 _BY_TOKEN = (graph_io.INPUT_IDS, graph_io.POSITION_IDS, graph_io.DRAFT_HIDDEN)
-_AXES = {**dict.fromkeys(_BY_TOKEN, 1), graph_io.TOP_K: 0}
+_AXES = {**dict.fromkeys(_BY_TOKEN, 1), graph_io.TOP_K: 0, graph_io.WINDOW_PLACES: 0}
 
 
 def joined(parts: Sequence[tuple[KVCache, Inputs]]) -> dict[str, NDArray[Any]]:

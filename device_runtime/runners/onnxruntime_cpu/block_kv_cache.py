@@ -361,14 +361,30 @@ def block_kv_cache(cache: KVCache) -> BlockKVCache:
     return cache
 
 
-def in_pages(rows: NDArray[Any], shape: Sequence[int], dtype: type) -> NDArray[Any]:
-    """Keys or values of audio [1, heads, A, D] in pages of a shape [pages, heads, rows, D].
+def in_pages(
+    rows: NDArray[Any], shape: Sequence[int | str], dtype: type, num_windows: int
+) -> NDArray[Any]:
+    """Keys or values of audio in pages of a graph's shape [pages, heads, rows, D].
 
-    The engine's own encoder gives pages.
+    Args:
+        rows: [1, heads, A, D]; or pages of a window, as the engine's own encoder gives them.
+        shape: of the input.
+        dtype: of the input.
+        num_windows: zeros follow for the others.
     """
-    pages, heads, page_rows, head_dim = shape
-    if (pages, page_rows) == rows.shape[::2]:
-        return np.asarray(rows, dtype)
-    stored = np.zeros((heads, pages * page_rows, head_dim), dtype)
-    stored[:, : rows.shape[2]] = rows[0]
+    heads, page_rows, head_dim = (int(size) for size in shape[1:])
+    pages = rows if rows.shape[2] == page_rows else _paged(rows[0], page_rows)
+    if num_windows == 1:
+        return np.asarray(pages, dtype)
+    found = np.zeros((num_windows * len(pages), heads, page_rows, head_dim), dtype)
+    found[: len(pages)] = pages
+    return found
+
+
+def _paged(rows: NDArray[Any], page_rows: int) -> NDArray[Any]:
+    """Rows [heads, A, D] in pages, filled with zeros."""
+    heads, count, head_dim = rows.shape
+    pages = -(-count // page_rows)
+    stored = np.zeros((heads, pages * page_rows, head_dim), rows.dtype)
+    stored[:, :count] = rows
     return stored.reshape(heads, pages, page_rows, head_dim).swapaxes(0, 1)

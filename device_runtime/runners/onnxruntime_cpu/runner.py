@@ -91,6 +91,11 @@ class OnnxRuntimeRunner(Runner):
         self._images = {name: np.asarray(array, np.float32) for name, array in inputs.items()}
         self._held.replace(self._images)
 
+    def hold_window(self, cross: Inputs, place: int) -> None:
+        """See `Runner`; it holds one window."""
+        assert place == 0
+        self.hold(cross)
+
     def run(self, inputs: Inputs) -> FetchedOutputs:
         """See `Runner`; all passes share the memory of outputs."""
         if self.kv_pool is not None:
@@ -162,6 +167,8 @@ class BlockKVRunner(OnnxRuntimeRunner):
             if each.name.startswith(graph_io.CROSS)
         }
         self.kv_pool, self.max_batch_size = pool, num_sequences
+        names = {each.name for each in graphs[0].session.get_inputs()}
+        self.num_windows = num_sequences if graph_io.WINDOW_PLACES in names else 1
         self._memory = self._blocks = pool
         self._adapters: dict[str, NDArray[Any]] = {}
         layers = _adapted_layers(graphs[0].session)
@@ -172,12 +179,21 @@ class BlockKVRunner(OnnxRuntimeRunner):
     def hold(self, inputs: Inputs) -> None:
         """See `Runner`."""
         self._images = {
-            name: in_pages(array, *self._pages[name])
+            name: in_pages(array, *self._pages[name], self.num_windows)
             if name in self._pages
             else np.asarray(array, np.float32)
             for name, array in inputs.items()
         }
         self._held.replace({**self._images, **self._adapters})
+
+    def hold_window(self, cross: Inputs, place: int) -> None:
+        """See `Runner`; passes read the memory that is written here."""
+        if self.num_windows == 1:
+            self.hold(cross)
+            return
+        for name, array in cross.items():
+            pages = in_pages(array, *self._pages[name], 1)
+            self._images[name][place * len(pages) : (place + 1) * len(pages)] = pages
 
     def hold_adapters(self, weights: NDArray[np.float32], table: NDArray[np.int64]) -> None:
         """See `Runner`."""
@@ -188,6 +204,9 @@ class BlockKVRunner(OnnxRuntimeRunner):
         if self._adapters and graph_io.ADAPTER_ROWS not in inputs:
             none = np.zeros(inputs[graph_io.INPUT_IDS].shape[1], np.int64)
             inputs = {**inputs, graph_io.ADAPTER_ROWS: none}
+        if self._pages and graph_io.WINDOW_PLACES not in inputs:
+            first = np.zeros(len(inputs[graph_io.SEQUENCES]), np.int64)
+            inputs = {**inputs, graph_io.WINDOW_PLACES: first}
         return super()._run(inputs)
 
     def num_packable(self, lengths: Sequence[int]) -> int:

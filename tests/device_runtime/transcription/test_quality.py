@@ -106,10 +106,11 @@ def test_windows_are_judged_as_by_transformers(transcriber, unjudged):
 
 def test_compression_ratios_are_those_of_the_text(transcriber, monkeypatch):
     """As openai/whisper computes them: UTF-8 bytes by those after zlib."""
-    decode = transcriber.decoder.decode
+    with transcriber.window_decoder() as decoder:
+        decode = decoder.decode
     repeated = (12, 13, 14) * 9
     monkeypatch.setattr(
-        transcriber.decoder,
+        decoder,
         "decode",
         lambda *given, **more: replace(decode(*given, **more), token_ids=repeated),
     )

@@ -148,6 +148,7 @@ def test_n_grams_change_nothing(transcriber, samples, monkeypatch):
 
     monkeypatch.setattr(SpeechNetwork, "logits", logits)
     expected, plain = [*transcriber.transcribe(audio, options)], len(passes)
-    monkeypatch.setattr(transcriber.decoder, "_draft", NgramDraft())
+    with transcriber.window_decoder() as decoder:
+        monkeypatch.setattr(decoder, "_draft", NgramDraft())
     assert [*transcriber.transcribe(audio, options)] == expected
     assert len(passes) - plain < 0.8 * plain

@@ -225,16 +225,17 @@ def test_a_text_may_begin_with_given_tokens(transcriber, model, spec, speech_che
     """The rest is that of transformers' logits, token by token."""
     samples, ids = chirp(0.8), [101, 103, 105, IDS["<|notimestamps|>"]]
     part = Part(samples, (Region(0, len(samples)),))
-    transcriber.listen(next(iter(PartWindows(part, spec, 0))))
-    found = transcriber.decoder.decode(
-        Prompt((), tuple(ids)),
-        timestamps=False,
-        temperature=0,
-        seed=0,
-        aligns=False,
-        before_pass=lambda: None,
-        prefix=prefix,
-    )
+    with transcriber.window_decoder() as decoder:
+        decoder.listen(next(iter(PartWindows(part, spec, 0))))
+        found = decoder.decode(
+            Prompt((), tuple(ids)),
+            timestamps=False,
+            temperature=0,
+            seed=0,
+            aligns=False,
+            before_pass=lambda: None,
+            prefix=prefix,
+        )
     begin, given = len(ids), [*ids, *prefix]
     suppressed, chances = DECODING["suppress_tokens"], []
     with torch.no_grad():

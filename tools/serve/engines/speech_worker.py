@@ -19,7 +19,7 @@ from edgellm.tools.serve.engines.worker import Job, Worker
 from edgellm.tools.serve.http.errors import ApiError
 
 MAX_AUDIO_S = 7200.0  # of a recording; its samples and features take 1 MB each 10 s
-_RECORDINGS = 4  # transcribed in turns, so that short ones need not wait for a long one
+_RECORDINGS = 4  # at least: windows take turns, so that short ones need not wait for a long one
 
 
 class SpeechWorker(Worker):
@@ -40,7 +40,7 @@ class SpeechWorker(Worker):
             metrics=metrics,
             queue_size=queue_size,
             request_timeout_s=request_timeout_s,
-            num_threads=_RECORDINGS,
+            num_threads=max(_RECORDINGS, transcriber.num_windows),
         )
         self.transcriber = transcriber
 
