@@ -169,7 +169,8 @@ def open_speech(folder: Path, engine: Engine, *, has_encoder: bool = True) -> Sp
     if CROSS_KV not in engine.graphs:
         raise BrokenArtifactError(
             f"{folder} was made by an older edgellm, whose graphs of audio were others",
-            hint="export the model again with edgellm-export llm, then run llm_build",
+            hint="export the model again with edgellm-export llm, then run llm_build; a stored "
+            "engine is removed by edgellm rm and made anew",
         )
     if not has_encoder:
         kept = {role: each for role, each in engine.graphs.items() if role != AUDIO_ENCODER}
