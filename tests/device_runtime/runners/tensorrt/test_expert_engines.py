@@ -79,7 +79,8 @@ def test_passes_equal_the_cpu_engine(mixture):
     """A chunk with more pairs of an expert than a program has, a token, a tree."""
     sessions = mixture.open(FakeDevice()), open_decoder(mixture.engine, mixture.manifest_of_cpu)
     limit = 0.1 if is_rounded(mixture) else 0.02
-    # Of a seed whose logits depend little on float16: of others, Qwen3-Next's differ by up to 0.18 in transformers, too.
+    # Of a seed whose logits depend little on float16: with others, those of Qwen3-Next in
+    # transformers differ by up to 0.18 as well.
     ids, write = np.random.default_rng(1).integers(9, 90, 60), 0
     mask = np.tril(np.ones((5, 5), np.bool_))
     mask[3, 2] = mask[4, 3] = False
