@@ -251,8 +251,11 @@ def show_ways(context: int, capacity: int) -> None:
                 )
             if precision == "int4":
                 _show_sizes(board, given)
-            for name, parts in (("a token", plain), ("a round", drafted)):
-                shown = ", ".join(f"{kind} {ms:.2f}" for kind, ms in parts.items())
+            for name, parts in (
+                ("a token", model.plain_parts_ms),
+                ("a round", model.round_parts_ms),
+            ):
+                shown = ", ".join(f"{kind} {ms:.2f}" for kind, ms in parts(board, given).items())
                 print(f"  of the last, ms {name}: {shown}")
 
 

@@ -145,7 +145,8 @@ class Pass:
 
     def parts_ms(self, board: Board) -> dict[str, float]:
         """Return the time by kind. Products count as far as they take longer than reading."""
-        rates = dict.fromkeys(("weights", "draft"), board.rate(self.precision))
+        rate = board.rate(self.precision)
+        rates: dict[str, float] = {"weights": rate, "draft": rate}
         rates["head"] = board.rate(self.head or self.precision)
         parts = {
             kind: 1e3 * size / rates.get(kind, board.rate("fp16"))
