@@ -4,7 +4,7 @@
     python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
     python benchmarks/gpu.py kernels             # attention, recurrent, experts: against numpy
     python benchmarks/gpu.py clock               # bandwidth of the memory
-    python benchmarks/gpu.py model               # predicted speeds
+    python benchmarks/gpu.py model               # predicted speeds beside published ones
     python benchmarks/gpu.py provider ENGINE --onnxruntime FOLDER --include FOLDER
 
 ENGINE is a folder of `llm_build`, with or without a draft. `decode` prints each figure with its
@@ -25,11 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.gpu import cuda_calls, model
+from harness.gpu import comparison, cuda_calls, model
 from harness.gpu.clock import COMPACTION, measured_bandwidths, timed_engines
 from harness.gpu.device import open_gpu
 from harness.gpu.rounds import on_the_fake_gpu, production
 from harness.gpu.timed_runs import OracleCheck, Run, check_oracle, run
+from harness.results import FILE, Report
 
 from edgellm.build import backends
 from edgellm.build.backends import options_of
@@ -272,10 +273,13 @@ def show_rounds(options: argparse.Namespace) -> None:
 
 
 def show_model(options: argparse.Namespace) -> None:
-    """Print predicted speeds, which need no GPU."""
+    """Print predicted speeds beside published ones; needs no GPU."""
     if options.layers is not None:
         model.LAUNCHES[options.precision] = model.read_launches(options.layers, options.depth)
-    model.show(options.context, options.capacity)
+    comparison.show_ways(options.context, options.capacity)
+    comparison.show_fit()
+    report = Report(options.results or (None if options.quick else FILE))
+    comparison.add_tables(report, comparison.compare())
 
 
 def show_provider(options: argparse.Namespace) -> None:

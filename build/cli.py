@@ -49,7 +49,7 @@ from edgellm.core.graph_roles import PASS, measured_name
 from edgellm.core.manifest import DRAFT_ENGINE, DRAFT_FOLDER, Engine, FileRecord, library_of
 
 if TYPE_CHECKING:
-    from edgellm.build.plan import Plan
+    from edgellm.build.plan import Options, Plan
     from edgellm.build.resource_estimate import Prediction
 
 # --onnx-dir is --onnxDir
@@ -107,6 +107,7 @@ def llm_build(
     words = {"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm}
     flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
     flags |= {"--fallbackPrecision": fallback_precision or None, "--maxLoras": max_loras}
+    options = options_of(name, flags)
     plan = Plan(
         max_input_len=max_input_len,
         kv_capacity=kv_capacity,
@@ -115,14 +116,28 @@ def llm_build(
         quantize=quantize,
         kv_cache=kv_cache,
         is_eagle_base=eagle_base,
-        max_verify_tree_size=max_verify_tree_size or (60 if eagle_base else 0),
+        max_verify_tree_size=max_verify_tree_size
+        or (_tree_size(onnx_dir, options) if eagle_base else 0),
         max_draft_tree_size=max_draft_tree_size if eagle_draft else 0,
-        options=options_of(name, flags),
+        options=options,
         checks=not no_check,
         max_batch_size=max_batch_size,
         max_lora_rank=max_lora_rank,
     )
     _run(product, onnx_dir, engine_dir, plan, name, dry_run=dry_run, overwrite=overwrite)
+
+
+def _tree_size(source: Path, options: Options) -> int:
+    """The default limit of trees, announced if it is not the largest."""
+    from edgellm.build.verify_tree_size import LARGEST, default_size
+
+    size = default_size(source, options)
+    if size < LARGEST:
+        typer.echo(
+            f"trees of at most {size} nodes, since INT4 weights of this GPU verify larger ones "
+            "slowly; --maxVerifyTreeSize changes it"
+        )
+    return size
 
 
 def choose_backend(backend: str, device: str, kernels: str = "auto") -> str:

@@ -163,8 +163,8 @@ MaxVerifyTreeSize = Annotated[
         "--maxVerifyTreeSize",
         min=1,
         help="Verify trees of at most this many nodes, root included; without --eagleBase "
-        "for drafters without hidden states. Default: 60 nodes with --eagleBase, else "
-        "no trees.",
+        "for drafters without hidden states. Default: with --eagleBase 60 nodes, or 16 for "
+        "TensorRT with INT4 weights on Thor and Orin; else no trees.",
         rich_help_panel="Speculation",
     ),
 ]

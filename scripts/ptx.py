@@ -105,6 +105,8 @@ def compile_variant(variant: Variant, sm: int) -> Ptx:
 
 def _load_triton() -> tuple[Any, Any, Any]:
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # read when a kernel is compiled
+    # Tiles of 64 rows would take wgmma or tcgen05, see `faults`.
+    os.environ["DISABLE_MMA_V3"] = os.environ["DISABLE_MMA_V5"] = "1"
     names = "triton", "triton.compiler", "triton.backends.compiler"
     try:
         found = tuple(importlib.import_module(name) for name in names)
@@ -173,7 +175,7 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
         counts = len(_WIDE_COPY.findall(ptx.text)), len(_PAIR_COPY.findall(ptx.text))
         if counts != (wanted := _expert_copies(variant)):
             found.append(f"a thread copies {counts} times 16 and 8 bytes, not {wanted} times")
-    if variant.kernel.name == "attend":
+    if variant.kernel.name in ("attend", "attend_tiles"):
         wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
         if wide < wanted:
             found.append(f"a thread copies {wide} bytes 16 at a time, not {wanted}")
@@ -204,13 +206,13 @@ def _expert_copies(variant: Variant) -> tuple[int, int]:
 def _wide_bytes(variant: Variant) -> int:
     """Return the bytes of the KV cache that a thread of `attend` copies 16 at a time.
 
-    The code has a block of positions twice, before the loop and in it. Triton 3.9 copies values of
-    8-bit caches, which it converts, 8 bytes at a time.
+    The code has a block of each kind of tiles twice, before the loop and in it. Triton 3.9 copies
+    values of 8-bit caches, which it converts, 8 bytes at a time.
     """
     constants = variant.constants
     parts_bytes = 4 if constants["CODES"] == "fp16" else 1
-    rows_bytes = int(constants["BLOCK"]) * int(constants["D"]) * parts_bytes
-    return 2 * rows_bytes // (32 * variant.warps)
+    slots = int(constants["BLOCK"]) + int(constants.get("PROMPT_BLOCK", 0))
+    return 2 * slots * int(constants["D"]) * parts_bytes // (32 * variant.warps)
 
 
 def write_target(sm: int, archive: Path) -> None:

@@ -152,7 +152,8 @@ def attend(
     assert constants["WINDOWED"] or not window
     kv_heads, blocks, shares = constants["grid"]
     heads, many = kv_heads * group, constants["MANY"]
-    assert blocks * constants["ROWS"] >= rows * group
+    tile = constants["ROWS"] if rows < 128 else constants.get("PROMPT_ROWS", constants["ROWS"])
+    assert blocks * tile >= rows * group
     cache = _Cache(table, layer, kv_heads, size, constants)
     y = parts[: shares * rows * heads * size].reshape(shares, rows, heads, size)
     found = stats[: shares * rows * heads * 2].reshape(shares, rows, heads, 2)
@@ -160,7 +161,7 @@ def attend(
     square = tree[: rows * columns].reshape(rows, columns) != 0
     x = q[: rows * heads * size].reshape(rows, kv_heads, group, size)
     sequences = _Sequence.all_of(write_index, rows, columns, many)
-    assert sum(-(-each.rows * group // constants["ROWS"]) for each in sequences) <= blocks
+    assert sum(-(-each.rows * group // tile) for each in sequences) <= blocks
     for each in sequences:
         own = slice(each.first, each.first + each.rows)
         y[:, own], found[:, own] = 0, (_NOTHING, 0)

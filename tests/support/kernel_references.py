@@ -235,5 +235,6 @@ REFERENCES = {
                  join_picks, store_rows, attend, combine, keep_rows, convolve_rows, advance_window,
                  delta_rows, advance_state, group_rows, expert_gates, expert_downs, sum_experts)
 }  # fmt: skip
+REFERENCES["attend_tiles"] = attend
 TYPES = {"*i64": np.int64, "*i32": np.int32, "*fp32": np.float32, "*fp64": np.float64,
          "*i8": np.int8, "*fp16": np.float16}  # fmt: skip

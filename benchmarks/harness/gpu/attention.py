@@ -31,12 +31,13 @@ class Sizes:
     kv_heads: int = 8
     head_dim: int = 128
     capacity: int = 4096
-    live: int = 4032  # tokens before those of a forward pass
+    live: int = 4032  # tokens before those of a forward pass, if they fit
+    prompt: int = 1024  # tokens of the longest pass
 
     @classmethod
     def small(cls) -> Sizes:
         """Return sizes for a fake device."""
-        return cls(4, 2, 64, 192, 100)
+        return cls(4, 2, 64, 192, 100, 128)
 
 
 def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict[str, float]:
@@ -47,9 +48,10 @@ def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict
         EdgeLLMError: there is no kernel for the device.
     """
     found: dict[str, float] = {}
+    given = sizes or Sizes()
     for codes in ("fp16", "int8", *(["fp8"] if sm >= FIRST_FP8 else [])):
-        for rows in (1, 8, 60):
-            layer = _Layer(device, sizes or Sizes(), sm, codes, rows)
+        for rows in (1, 8, 60, given.prompt):
+            layer = _Layer(device, given, sm, codes, rows)
             for name, seconds in layer.run().items():
                 found[f"{name}_{codes}_{rows}_us"] = seconds * 1e6
             rate = layer.cache_bytes / found[f"attend_{codes}_{rows}_us"] / 1e3
@@ -62,6 +64,7 @@ class _Layer:
 
     def __init__(self, device: Device, sizes: Sizes, sm: int, codes: str, rows: int) -> None:
         self._device, self._sizes, self._codes, self._rows = device, sizes, codes, rows
+        self._live = min(sizes.live, sizes.capacity - rows)
         self._given = {
             "layer": 0,
             "heads": sizes.heads,
@@ -76,7 +79,7 @@ class _Layer:
         }
         itemsize = 2 if codes == "fp16" else 1
         row_bytes = sizes.head_dim * itemsize + (0 if codes == "fp16" else 2)
-        self.cache_bytes = 2 * sizes.kv_heads * row_bytes * (sizes.live + rows)
+        self.cache_bytes = 2 * sizes.kv_heads * row_bytes * (self._live + rows)
         layout = self._layout(np.float16 if codes == "fp16" else np.int8)
         self._block = Block(device, packed_bytes(layout))
         self._packed: Packed = self._block.pack(layout)
@@ -116,8 +119,8 @@ class _Layer:
         half = sizes.head_dim // 2
         angles = np.arange(sizes.capacity)[:, None] * 1e4 ** (-np.arange(half) / half)
         host["cos"][:], host["sin"][:] = np.cos(angles), np.sin(angles)
-        host["write_index"][:] = sizes.live
-        host["positions"][:] = sizes.live + np.arange(self._rows)
+        host["write_index"][:] = self._live
+        host["positions"][:] = self._live + np.arange(self._rows)
         host["tree"][:] = np.tri(self._rows)
         is_float = self._codes == "fp16"
         shape = host["codes"].shape

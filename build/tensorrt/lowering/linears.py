@@ -36,11 +36,10 @@ _SOME_SCALE = 2.0**-6  # of blocks that are zero; e4m3's smallest without leadin
 _STORED = {"int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN}
 
 
-def merge_key(weight: LinearWeight) -> tuple[str, int, float]:
-    """Weights with equal keys are merged; those of NVFP4 share a global scale."""
+def merge_key(weight: LinearWeight) -> tuple[str, int]:
+    """Weights with equal keys are merged."""
     part = weight.parts[0]
-    global_scale = float(part.global_scale) if part.kind == "fp4" else 0.0
-    return part.kind, part.block_size, global_scale
+    return part.kind, part.block_size
 
 
 def is_widened(weight: LinearWeight) -> bool:
@@ -83,7 +82,7 @@ class StoredKernel:
             operand = self._int4(graph, weight, layout, name)
             read = spread(graph, x, layout, weight.in_features)
         elif weight.kind == "fp4":
-            operand = self._fp4(graph, weight, name)
+            operand, factors = self._fp4(graph, weight, name)
         elif weight.parts[0].block_size or _is_rounded(x):
             operand = self._dequantized(graph, weight, name)
         else:
@@ -170,8 +169,14 @@ class StoredKernel:
             columns.append(np.broadcast_to(scales, (blocks, part.shape[1])))
         return _side_by_side(columns).astype(self.dtype.numpy())
 
-    def _fp4(self, graph: GraphEditor, weight: LinearWeight, name: str) -> ir.Value:
-        """Dequantize the blocks' FP8 scales, then the codes; both [out, ...] as stored."""
+    def _fp4(
+        self, graph: GraphEditor, weight: LinearWeight, name: str
+    ) -> tuple[ir.Value, ir.Value | None]:
+        """Dequantize the blocks' FP8 scales, then the codes; both [out, ...] as stored.
+
+        Merged layers take the smallest global scale, so no product exceeds float16. The rest is a
+        factor of each column [out]; None if all have that scale.
+        """
         block = weight.parts[0].block_size
         shape = (sum(weight.widths), weight.in_features)
         codes = graph.weight(
@@ -184,12 +189,17 @@ class StoredKernel:
             f"{name}.scales",
             lambda: _not_zero(np.concatenate([p.stored[1].numpy() for p in weight.parts])),
         )
-        global_scale = graph.constant(f"{name}.global_scale", weight.parts[0].global_scale)
+        wanted = np.array([part.global_scale for part in weight.parts], np.float32).reshape(-1)
+        global_scale = graph.constant(f"{name}.global_scale", wanted.min())
+        factors = None
+        if (wanted != wanted.min()).any():
+            columns = np.repeat(wanted / wanted.min(), weight.widths)
+            factors = graph.constant(f"{name}.factors", columns.astype(self.dtype.numpy()))
         floats = graph.node("DequantizeLinear", [scales, global_scale])
         values = graph.node("DequantizeLinear", [codes, floats], axis=-1, block_size=block)
-        if self.dtype == ir.DataType.FLOAT:
-            return values
-        return graph.node("Cast", [values], to=int(self.dtype))
+        if self.dtype != ir.DataType.FLOAT:
+            values = graph.node("Cast", [values], to=int(self.dtype))
+        return values, factors
 
     def _zero_points(
         self, graph: GraphEditor, x: ir.Value, weight: LinearWeight, name: str, middles: list[int]

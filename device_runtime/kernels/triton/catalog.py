@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # PTX version by compute capability, as numbers: the newest that all drivers of such boards support.
 # 8.5: CUDA 12.6 of JetPack 6, and 12.5 elsewhere. 9.0: CUDA 13.0 of JetPack 7, the first with
@@ -33,7 +34,8 @@ TILES = (64, 128, 256)  # values of D
 OWN_SIZES = (64, 128)  # values of head_dim with an own `attend`
 SEQUENCES = 32  # of a pass at most
 START = 5  # fields of a sequence's start, see `growth`
-ROWS = 16  # query rows of a program; with 64 sm_110 would use other matrix units
+ROWS = 16  # query rows of a program
+PROMPT_TOKENS = 128  # of a pass, from which kernels of OWN_SIZES without windows have more rows
 CHANNELS = 256  # of a convolution, in a program
 VALUES = 32  # of a head of a recurrent layer, in a program
 EXPERT_OUTPUTS, EXPERT_INPUTS = 32, 128  # of an expert's matrix, in a program and in a step
@@ -93,6 +95,11 @@ KERNELS = {
             module="attention",
             name="attend",
             grid=("kv_heads", "cdiv(num_rows * group, ROWS) + MANY", "shares"),
+        ),
+        Kernel(
+            module="prompt_attention",
+            name="attend_tiles",
+            grid=("kv_heads", "tiles", "shares"),
         ),
         Kernel(module="attention", name="combine", grid=("num_queries", "1", "1")),
         Kernel(module="compaction", name="keep_rows", grid=("layers", "kv_heads", "2")),
@@ -323,5 +330,39 @@ def attend(
         "GENERAL": general,
         "MANY": SEQUENCES if many else 0,
     }
+    if not general and not windowed:
+        constants["PROMPT_ROWS"], constants["PROMPT_BLOCK"] = _prompt_tile(size, codes)
+        return Variant(
+            kernel=KERNELS["attend_tiles"],
+            constants=constants,
+            warps=4,
+            # The assembler's own choice, 168, spills for compute capability 8.7.
+            max_registers=192 if many and (size, codes) == (128, "fp16") else 0,
+        )
     warps = 8 if many and general and tile(size) == 128 else 4  # 4 have too few registers
     return Variant(kernel=KERNELS["attend"], constants=constants, warps=warps)
+
+
+def _prompt_tile(size: int, codes: str) -> tuple[int, int]:
+    """Query rows of a program in prompts, and slots read at once: as many as registers hold.
+
+    64 rows of heads of 128 would spill registers.
+    """
+    return 64 if (size, codes) == (OWN_SIZES[0], "fp16") else 32, 32
+
+
+def attend_tiles(op: Any, variant: Variant, rows: Any, group: int) -> Any:
+    """Tiles of query rows in a pass of one sequence, at least as many as its kernel has.
+
+    Args:
+        op: has `cdiv`, `max` and `min` of sizes.
+        variant: one of `attend`.
+        rows: tokens, a size.
+        group: query heads of a KV head.
+    """
+    tiles = op.cdiv(rows * group, ROWS)
+    if "PROMPT_ROWS" not in variant.constants:
+        return tiles
+    of_prompt = op.cdiv(rows * group, variant.constants["PROMPT_ROWS"])
+    most = op.max(of_prompt, PROMPT_TOKENS * group // ROWS)
+    return op.min(tiles, most)

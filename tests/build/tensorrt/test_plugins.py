@@ -180,7 +180,8 @@ def test_plugins_implement_tensorrts_interface(folder, rows, shares):
         launch = store.launch(known)
         assert (launch.grid, launch.sizes) == ((rows, 40, 1), [7, 32, 8, 0, 128])
         launch = attend.launch(known)
-        assert launch.grid == (8, -(-rows * 4 // 16), shares)
+        tiles = -(-rows * 4 // (32 if rows >= 128 else 16))
+        assert launch.grid == (8, tiles, shares)
         assert launch.sizes == [7, rows, rows, 4, 0, 0, 128]
         attend_of_8_bits = prebuilt.find(catalog.attend(128, "fp8"), 110)
         assert launch.ptx.decode() == attend_of_8_bits.ptx
@@ -189,7 +190,7 @@ def test_plugins_implement_tensorrts_interface(folder, rows, shares):
         many = node("attend", **layer, window=0, cap_bits=0, sequences=6)
         many.outputs([turned, (sizes("S", "M"), trt.bool), places, (sizes(32, 5), whole), table])
         launch = many.launch(known)
-        assert launch.grid == (8, -(-rows * 4 // 16) + 6, shares)  # a block more for each
+        assert launch.grid == (8, tiles + 6, shares)  # a block more for each
         assert launch.ptx.decode() == prebuilt.find(catalog.attend(128, "fp8", many=True), 110).ptx
         launch = combine.launch(known)
         assert (launch.grid, launch.sizes) == ((rows * 32, 1, 1), [rows * 32, 32, shares, 128])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.device_runtime.kernels.triton import catalog
-from edgellm.device_runtime.kernels.triton.catalog import ROWS, Variant
+from edgellm.device_runtime.kernels.triton.catalog import Variant
 
 NAMESPACE = "edgellm"  # of the plugins
 STORE_ROWS, ATTEND, COMBINE = "store_rows", "attend", "combine"
@@ -88,7 +88,7 @@ def _attend(op: Any, of: Shapes, given: Given) -> Launch:
         capped=bool(cap),
         many="sequences" in given,
     )
-    blocks = op.cdiv(rows * group, ROWS)
+    blocks = catalog.attend_tiles(op, variant, rows, group)
     if "sequences" in given:
         blocks = blocks + given["sequences"]  # of which each may have a block that is not full
     return Launch(
