@@ -143,7 +143,7 @@ class Pass:
             MANY=self.many,
         )  # fmt: skip
         variant = case.attend(many=bool(self.many))
-        tile_rows = variant.constants.get("PROMPT_ROWS", 16) if rows >= 128 else 16
+        tile_rows = int(variant.constants.get("PROMPT_ROWS", 16)) if rows >= 128 else 16
         blocks = -(-queries // tile_rows) + self.many + self.surplus
         launch(
             kernel_of(variant), (case.kv_heads, blocks, case.shares), rotated, self.tree,
