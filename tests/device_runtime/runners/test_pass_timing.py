@@ -270,6 +270,7 @@ class WatchedDraft:
 
 DRAFT_SPEC = SimpleNamespace(
     draft_vocab_size=30,
+    max_candidates=30,
     taps_width=16,
     decoder=SimpleNamespace(vocab_size=50, hidden_size=8),
     num_heads=0,
