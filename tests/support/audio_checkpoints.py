@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from eagle_reference import Layout, make_draft
 from image_checkpoints import write_tiny_processor
-from vlm_engines import UNDER_DRAFT, by_whole_passes
+from vlm_engines import UNDER_DRAFT, by_whole_passes, whole_pass
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, audio_plan
@@ -278,6 +278,19 @@ class AudioReference:
         if self.model_type.startswith("gemma4"):
             return found.pooler_output[found.attention_mask].numpy()
         return found.pooler_output.numpy()
+
+    def logprobs(self, text: str, clips: list[np.ndarray]) -> np.ndarray:
+        """Log-probabilities of the first token after a prompt, [V]."""
+        import torch
+
+        inputs = self.inputs(text, clips)
+        if self.model_type == "gemma4_unified":
+            rows = {3: torch.from_numpy(self.rows(clips[0]))}
+            logits = whole_pass(self.model, inputs["input_ids"], inputs["mm_token_type_ids"], rows)
+        else:
+            with torch.no_grad():
+                logits = self.model(**inputs).logits
+        return torch.log_softmax(logits[0, -1], -1).numpy()
 
     def answer(self, text: str, clips: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and greedy ids after it."""
