@@ -25,7 +25,7 @@ from edgellm.core.strict_json import parse
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-_TOWERS = re.compile(r"\b(?:language_model|text_model)\.")
+_TOWERS = re.compile(r"\b(?:language_model|text_model|thinker)\.")
 _FLOATS = "F32", "F16", "BF16"
 HEAD = "lm_head"  # the only linear layer outside of others
 # Keys that the tensors imply as well, or that concern training only.

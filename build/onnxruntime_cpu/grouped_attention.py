@@ -12,6 +12,11 @@ from edgellm.build.lowering.graph import GraphEditor
 from edgellm.core import graph_io, onnx_functions
 from edgellm.core.model_spec import CacheRanges
 
+_CAUSAL_MASKS = (
+    onnx_functions.VISIBLE_SLOTS,
+    onnx_functions.VISIBLE_IN_WINDOW,
+    onnx_functions.VISIBLE_BEFORE,
+)
 _FIRST_SCALE = 12  # inputs of GroupQueryAttention: k_scale, v_scale
 
 
@@ -56,9 +61,7 @@ def _see_live_slots(graph: GraphEditor, total: ir.Value) -> None:
     )
     first, step = bounds
     live = graph.node("Range", [first, total, step])
-    for call in find_calls(
-        graph.graph, onnx_functions.VISIBLE_SLOTS, onnx_functions.VISIBLE_IN_WINDOW
-    ):
+    for call in find_calls(graph.graph, *_CAUSAL_MASKS):
         call.replace_input_with(3, live)
 
 

@@ -71,9 +71,25 @@ class Formatter:
             if self.film_text:
                 turns = [_with_films(turn, self.film_text) for turn in turns]
             text = self.tokenizer.render(turns, **variables)
-            return continuation.cut(text, last[0]) if is_continued else text
+            return self._continued(turns, last[0], text, variables) if is_continued else text
         except RecursionError:
             raise RequestError("the messages are nested too deeply") from None
+
+    def _continued(
+        self, turns: list[dict[str, Any]], last: Message, text: str, variables: dict[str, Any]
+    ) -> str:
+        """`text`, which ends with the mark, as a prompt that continues the message `last`.
+
+        Templates of models that transcribe write no message of the assistant: there its text
+        follows what begins an answer.
+        """
+        if last.get("role") == "assistant" and not continuation.is_marked(text):
+            begun = self.tokenizer.render(
+                turns[:-1], **{**variables, "add_generation_prompt": True}
+            )
+            if begun != text and begun.startswith(text):
+                return begun + continuation.said(last)
+        return continuation.cut(text, last)
 
     def _turn_as_text(self, turn: dict[str, Any]) -> dict[str, Any]:
         """A message without special tokens, except the tags of the model's own reasoning."""

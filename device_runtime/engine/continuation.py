@@ -67,6 +67,11 @@ def marked(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {**turn, "content": [*before, {**last, "text": last["text"] + _MARK}]}
 
 
+def is_marked(rendered: str) -> bool:
+    """Whether formatted messages contain the mark."""
+    return _END in rendered
+
+
 def cut(rendered: str, turn: Mapping[str, Any]) -> str:
     """The formatted messages up to the mark; `turn` is the last message without it.
 

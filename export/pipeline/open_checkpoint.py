@@ -17,6 +17,7 @@ from edgellm.export.checkpoints.checkpoint import Checkpoint, Safetensors, Tenso
 from edgellm.export.checkpoints.tokenizer import TokenizerFiles, read_tokenizer
 from edgellm.export.draft_checkpoints import kinds
 from edgellm.export.draft_checkpoints.muse_glimmer import as_dflash
+from edgellm.export.pipeline.qwen3_asr_checkpoint import as_transformers
 from edgellm.export.pooling.sentence_transformers import read_modules, score_activation
 
 PROCESSOR_FILES = (
@@ -149,7 +150,7 @@ def _open_folder(folder: Path, *, tokenizer: bool, is_draft: bool = False) -> Ch
         pooler_tensors=pooler.tensors if pooler is not None else {},
         score_activation=score_activation(folder),
     )
-    return as_dflash(checkpoint)
+    return as_transformers(as_dflash(checkpoint))
 
 
 def refuse_adapter(folder: Path) -> None:

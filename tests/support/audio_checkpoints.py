@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from eagle_reference import Layout, make_draft
 from image_checkpoints import write_tiny_processor
-from vlm_engines import UNDER_DRAFT, by_whole_passes
+from vlm_engines import UNDER_DRAFT, by_whole_passes, whole_pass
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan, audio_plan
@@ -168,13 +168,19 @@ class AudioEngines:
 def build_audio_model(folder: Path, model_type: str, draft: Layout | None = None) -> AudioEngines:
     """Checkpoint, bundles and engines for the CPU; under a draft a base of eight layers."""
     base = UNDER_DRAFT if draft is not None else {}
-    checkpoint = make_audio_model(folder / "checkpoint", model_type, **base)
+    return build_bundles(make_audio_model(folder / "checkpoint", model_type, **base), folder, draft)
+
+
+def build_bundles(
+    checkpoint: Path, folder: Path, draft: Layout | None = None, **changes: Any
+) -> AudioEngines:
+    """Bundles and engines of a checkpoint; `changes` of the plan."""
     source = open_checkpoint(str(checkpoint))
     found = AudioEngines(checkpoint, folder / "engine", folder / "audio_engine")
     plan = Plan(
         max_input_len=256, kv_capacity=320, threads=1, quantize="none", max_verify_tree_size=12
     )
-    options = ExportOptions(dtype="fp32")
+    plan, options = replace(plan, **changes), ExportOptions(dtype="fp32")
     if draft is not None:
         make_draft(folder / "draft", draft)
         network = open_draft(str(folder / "draft"))
@@ -273,6 +279,19 @@ class AudioReference:
             return found.pooler_output[found.attention_mask].numpy()
         return found.pooler_output.numpy()
 
+    def logprobs(self, text: str, clips: list[np.ndarray]) -> np.ndarray:
+        """Log-probabilities of the first token after a prompt, [V]."""
+        import torch
+
+        inputs = self.inputs(text, clips)
+        if self.model_type == "gemma4_unified":
+            rows = {3: torch.from_numpy(self.rows(clips[0]))}
+            logits = whole_pass(self.model, inputs["input_ids"], inputs["mm_token_type_ids"], rows)
+        else:
+            with torch.no_grad():
+                logits = self.model(**inputs).logits
+        return torch.log_softmax(logits[0, -1], -1).numpy()
+
     def answer(self, text: str, clips: list[np.ndarray], count: int) -> tuple[list[int], list[int]]:
         """Ids of the prompt, and greedy ids after it."""
         import torch
@@ -288,3 +307,106 @@ class AudioReference:
             )
         ids = inputs["input_ids"][0].tolist()
         return ids, found[0, len(ids) :].tolist()
+
+
+def publish_qwen3_asr(source: Path, folder: Path) -> Path:
+    """A checkpoint of transformers' Qwen3-ASR, written as Qwen publishes its own.
+
+    Args:
+        source: of `make_audio_model`.
+        folder: is written.
+    """
+    from safetensors.torch import load_file, save_file
+
+    prefixes = {
+        "model.language_model.": "thinker.model.",
+        "lm_head.": "thinker.lm_head.",
+        "model.audio_tower.": "thinker.audio_tower.",
+        "model.multi_modal_projector.linear_1.": "thinker.audio_tower.proj1.",
+        "model.multi_modal_projector.linear_2.": "thinker.audio_tower.proj2.",
+    }
+    folder.mkdir()
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        (old,) = (prefix for prefix in prefixes if name.startswith(prefix))
+        tensors[prefixes[old] + name.removeprefix(old)] = tensor
+    if "thinker.lm_head.weight" not in tensors:  # published beside the embedding that it is tied to
+        tensors["thinker.lm_head.weight"] = tensors["thinker.model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(_published_config(config), indent=2))
+    extractor_config = {
+        "chunk_length": 30,
+        "dither": 0.0,
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": config["audio_config"]["num_mel_bins"],
+        "hop_length": 160,
+        "n_fft": 400,
+        "n_samples": 480000,
+        "nb_max_frames": 3000,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "processor_class": "Qwen3ASRProcessor",
+        "return_attention_mask": True,
+        "sampling_rate": 16000,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(extractor_config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], "top_k": 1}))
+    tokenizer = json.loads((source / "tokenizer_config.json").read_text())
+    template = {"chat_template": tokenizer.pop("chat_template")}
+    (folder / "chat_template.json").write_text(json.dumps(template))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+    return folder
+
+
+def _published_config(config: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 4.57 saves the configs of the package qwen-asr, without null values."""
+    unused = {"add_cross_attention": False, "chunk_size_feed_forward": 0, "return_dict": True,
+              "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "pruned_heads": {}}  # fmt: skip
+    hearing, text = dict(config["audio_config"]), dict(config["text_config"])
+    del hearing["max_position_embeddings"]
+    hearing |= {
+        "model_type": "qwen3_asr_audio_encoder",
+        "max_source_positions": 1500,
+        "conv_chunksize": 500,
+        "num_hidden_layers": hearing["encoder_layers"],
+        "tie_word_embeddings": True,
+    }
+    theta = text.pop("rope_parameters")["rope_theta"]
+    text |= {
+        "model_type": "qwen3_asr_text",
+        "rope_theta": theta,
+        "rope_scaling": {
+            "interleaved": True,
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+            "rope_type": "default",
+            "type": "default",
+        },
+        "tie_word_embeddings": config["tie_word_embeddings"],
+        "num_experts": 0,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    }
+    thinker = {
+        "model_type": "qwen3_asr",
+        "audio_config": hearing | unused,
+        "text_config": text | unused,
+        "audio_token_id": config["audio_token_id"],
+        "audio_start_token_id": [*WORDS, *SPECIAL].index(QWEN[0]),
+        "audio_end_token_id": [*WORDS, *SPECIAL].index(QWEN[2]),
+        "user_token_id": WORDS.index("user"),
+        "initializer_range": 0.02,
+        "dtype": "bfloat16",
+    }
+    return {
+        "architectures": ["Qwen3ASRForConditionalGeneration"],
+        "model_type": "qwen3_asr",
+        "support_languages": ["Chinese", "English"],
+        "thinker_config": thinker,
+        "transformers_version": "4.57.6",
+    }

@@ -94,8 +94,9 @@ def reference(
         b = load_file(adapter / "adapter_model.safetensors")[name.replace("lora_A", "lora_B")]
         scale = next(value for end, value in scales.items() if found[1].endswith(end))
         change = scale * torch.from_numpy(b.astype(np.float32) @ tensor.astype(np.float32))
+        own = found[1].replace("language_model.model.", "model.language_model.")  # in older files
         with torch.no_grad():
-            model.get_submodule(found[1]).weight += change
+            model.get_submodule(own).weight += change
     return model
 
 

@@ -241,36 +241,40 @@ def build_vlm(
 def by_whole_passes(
     model: Any, ids: Any, kinds: Any, rows: dict[int, Any], count: int
 ) -> list[int]:
-    """Greedy ids without a cache, with the masks of Google's implementation.
+    """Greedy ids without a cache, at most `count`; the other arguments are of `whole_pass`."""
+    import torch
+
+    begin = ids.shape[1]
+    while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
+        kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
+        logits = whole_pass(model, ids, kinds, rows)
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, begin:].tolist()
+
+
+def whole_pass(model: Any, ids: Any, kinds: Any, rows: dict[int, Any]) -> Any:
+    """Logits [1, S, V] with the masks of Google's implementation.
 
     Those that transformers makes of 2-D masks have global layers that are not causal:
     github.com/huggingface/transformers/issues/46711
 
     Args:
         model: Gemma 4 12B.
-        ids: of the prompt, [1, S].
-        kinds: of its tokens, [1, S].
+        ids: [1, S].
+        kinds: of the tokens, [1, S].
         rows: embeddings of tokens, by kind.
-        count: maximum new tokens.
     """
     import torch
 
-    begin = ids.shape[1]
     with torch.no_grad():
-        while ids.shape[1] < begin + count and (ids.shape[1] == begin or ids[0, -1] != 2):
-            kinds = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
-            embeds = model.get_input_embeddings()(ids)
-            for kind, found in rows.items():
-                embeds[kinds == kind] = found
-            positions = torch.arange(ids.shape[1])[None]
-            masks = model.create_masks_for_generate(
-                model.config, embeds, None, None, positions, mm_token_type_ids=kinds
-            )
-            logits = model(
-                inputs_embeds=embeds, position_ids=positions, attention_mask=masks
-            ).logits
-            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, begin:].tolist()
+        embeds = model.get_input_embeddings()(ids)
+        for kind, found in rows.items():
+            embeds[kinds == kind] = found
+        positions = torch.arange(ids.shape[1])[None]
+        masks = model.create_masks_for_generate(
+            model.config, embeds, None, None, positions, mm_token_type_ids=kinds
+        )
+        return model(inputs_embeds=embeds, position_ids=positions, attention_mask=masks).logits
 
 
 class Reference:

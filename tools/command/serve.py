@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgellm.core.cli import App, with_flags_of
 from edgellm.core.commands.extras import require
+from edgellm.core.errors import EdgeLLMError
 from edgellm.tools.command.flags import Model, RecipeFlags, use_model, with_recipe_flags
 from edgellm.tools.serve.cli import edgellm_serve
 
@@ -22,6 +25,7 @@ _DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")  # flags
     examples=(
         "edgellm serve HuggingFaceTB/SmolLM2-135M-Instruct",
         "edgellm serve model.gguf --host 0.0.0.0 --apiKeyFile keys.txt",
+        "edgellm serve openai/whisper-small --draft openai/whisper-tiny",
     ),
 )
 @with_recipe_flags
@@ -38,8 +42,25 @@ def serve(model: Model, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> Non
             engines["multimodal_engine_dirs"] = [str(found.visual)]
         if found.audio is not None:
             engines["audio_engine_dirs"] = [str(found.audio)]
-        own = flags if any(flags[name] for name in _DRAFTERS) else {**flags, "spec": "auto"}
+        given = {**flags, **_speech_draft(found.engine, recipe_flags, flags)}
+        own = given if any(given[name] for name in _DRAFTERS) else {**given, "spec": "auto"}
         edgellm_serve(**{**own, **engines, "model_name": flags["model_name"] or found.name})
 
     require("serve", *(("grpc",) if flags["grpc_port"] is not None else ()))
     use_model(app, model, recipe_flags, start)
+
+
+def _speech_draft(engine: Path, recipe_flags: RecipeFlags, flags: dict[str, Any]) -> dict[str, Any]:
+    """`draft_engine_dir` for a speech model whose `--draft` names another one; else {}."""
+    from edgellm.core.manifest import LLM_ENGINE, load_engine
+
+    draft = recipe_flags.draft
+    if draft in ("auto", "none") or load_engine(engine, LLM_ENGINE).decoder.audio is None:
+        return {}
+    if any(flags[name] for name in _DRAFTERS):
+        raise EdgeLLMError(
+            f"--draft {draft} and another flag of speculation are given",
+            hint="a speech model has one draft: leave one of them out",
+        )
+    own = replace(recipe_flags, draft="auto", context=None)
+    return {"draft_engine_dir": use_model(app, draft, own, lambda found: found.engine)}

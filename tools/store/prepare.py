@@ -235,6 +235,7 @@ def _build(source: Source, path: Path, identity: str, recipe: Recipe, work: Path
         quantize=plan.quantize,
         context=plan.kv_capacity,
         device=backends.find(backend).DEVICE,
+        draft=recipe.draft if manifest.decoder.audio is None else "",
     )
     return Record(
         name=source.name,
@@ -288,9 +289,10 @@ def _export(
 
 def _find_draft(source: Source, checkpoint: Checkpoint, wanted: str) -> str:
     """The path of a trained draft; "" for none."""
+    from edgellm.export import speech
     from edgellm.export.draft_checkpoints.kinds import own_names
 
-    if wanted == "none":
+    if wanted == "none" or speech.find(str(checkpoint.config.get("model_type"))) is not None:
         return ""
     if wanted != "auto":
         path = Path(wanted).expanduser()

@@ -60,7 +60,9 @@ class Recipe:
     quantize: str | None = None  # of float weights: none, int8 or int4
     context: int | None = None  # tokens of prompt and output together
     device: str | None = None  # cpu or cuda
-    draft: str = "auto"  # none, auto, or a draft's folder, file or hub id
+    # none, auto, or a draft's folder, file or hub id. "", of a made engine: it goes with any, since
+    # drafts of speech models are engines of their own
+    draft: str = "auto"
 
     def fits(self, made: Recipe) -> bool:
         """Whether an engine made by `made`, whose values are chosen, is what this one asks for."""
@@ -68,7 +70,7 @@ class Recipe:
             self.quantize in (None, made.quantize)
             and (self.context is None or self.context <= (made.context or 0))
             and self.device in (None, made.device)
-            and self.draft == made.draft
+            and made.draft in ("", self.draft)
         )
 
 

@@ -105,6 +105,28 @@ def test_messages_that_cannot_be_continued_are_rejected(tmp_path, template, turn
     assert "\n" not in str(caught.value)
 
 
+# As Qwen3-ASR's: messages of the assistant are left out
+TRANSCRIBING = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ 'user:' + m.content + '\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
+def test_a_text_follows_the_beginning_of_an_answer_where_templates_drop_it(tmp_path):
+    formatter = _formatter(tmp_path, TRANSCRIBING)
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    turns = _turns("language English ")
+    begun = reference.apply_chat_template(
+        turns[:-1], chat_template=TRANSCRIBING, tokenize=False, add_generation_prompt=True
+    )
+    assert formatter.tokenizer.shown(formatter.format(turns)) == begun + "language English "
+    assert formatter.format(turns, {"add_generation_prompt": True}) == begun
+    with pytest.raises(RequestError, match="changes it or drops it"):
+        formatter.format(
+            [*turns[:-1], {"role": "tool", "content": "w"}], {"continue_final_message": True}
+        )
+
+
 def test_reasoning_precedes_the_text(tmp_path):
     formatter = _formatter(tmp_path, TEMPLATES["Qwen3"])
     turns = _turns("A pear", reasoning_content="Hm.")
