@@ -362,8 +362,13 @@ def publish_qwen3_asr(source: Path, folder: Path) -> Path:
 
 def _published_config(config: dict[str, Any]) -> dict[str, Any]:
     """As transformers 4.57 saves the configs of the package qwen-asr, without null values."""
-    unused = {"add_cross_attention": False, "chunk_size_feed_forward": 0, "return_dict": True,
-              "id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "pruned_heads": {}}  # fmt: skip
+    unused = {
+        "add_cross_attention": False,
+        "chunk_size_feed_forward": 0,
+        "return_dict": True,
+        "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+        "pruned_heads": {},
+    }
     hearing, text = dict(config["audio_config"]), dict(config["text_config"])
     del hearing["max_position_embeddings"]
     hearing |= {

@@ -25,7 +25,6 @@ _DRAFTERS = ("spec", "eagle", "ngram", "suffix", "draft_engine_dir")  # flags
     examples=(
         "edgellm serve HuggingFaceTB/SmolLM2-135M-Instruct",
         "edgellm serve model.gguf --host 0.0.0.0 --apiKeyFile keys.txt",
-        "edgellm serve openai/whisper-small --draft openai/whisper-tiny",
     ),
 )
 @with_recipe_flags

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
 from audio_checkpoints import AudioReference, build_bundles, make_audio_model, publish_qwen3_asr
 from conftest import assert_one_line_error
+from lora_adapters import logits_of, write_adapter
+from lora_adapters import reference as reference_of
 from quantize_cases import load, make_job, write_text
+from safetensors.numpy import load_file, save_file
 from speech_checkpoints import chirp, write_wav
 
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.api.llm import LLM
 from edgellm.device_runtime.sampling.params import SamplingParams
+from edgellm.export.graph.architecture import ExportOptions
+from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 from edgellm.export.pipeline.verify import run_portable
 from edgellm.quantize.pipeline.run import run_job
@@ -73,6 +80,38 @@ def test_a_quantized_checkpoint_has_names_of_transformers(original, published, t
     assert all(np.array_equal(found[name], floats[name]) for name in heard)
     assert found["model.language_model.layers.1.mlp.up_proj.weight"].dtype == np.int8
     assert open_checkpoint(str(folder)).config["audio_config"]["model_type"] == "qwen3_asr_encoder"
+
+
+def test_adapters_of_published_names_are_merged(original, published, tmp_path):
+    adapter = write_adapter(tmp_path / "adapter", original, targets=("o_proj", "down_proj"))
+    expected = reference_of(original, adapter, {"": 2.0}, kind="AutoModelForMultimodalLM")
+    path, ids = adapter / "adapter_model.safetensors", np.arange(20) * 7 % 90 + 1
+    tensors = load_file(path)
+    assert all("model.language_model." in name for name in tensors)
+    renamed = {
+        name.replace("model.language_model.", "thinker.model."): value
+        for name, value in tensors.items()
+    }
+    save_file(renamed, path)
+    options = ExportOptions(dtype="fp32", lora_dir=str(adapter))
+    manifest = export_llm(open_checkpoint(str(published)), tmp_path / "bundle", options)
+    logits = run_portable(tmp_path / "bundle", manifest, ids, 12)
+    np.testing.assert_allclose(logits, logits_of(expected, ids), atol=2e-4)
+
+
+@pytest.mark.nightly
+def test_edgellm_run_takes_both_layouts(original, published, command_here, monkeypatch, tmp_path):
+    monkeypatch.setenv("EDGELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    path, texts = write_wav(tmp_path / "a.wav", chirp(1.2)), []
+    for folder in (original, published):
+        result = command_here(
+            "edgellm", "run", folder, "w1", "--audio", path, "--maxTokens", 6, "--temperature", 0
+        )
+        assert result.returncode == 0, result.stderr
+        texts.append(result.stdout)
+    assert texts[0] == texts[1]
+    assert texts[0].strip()
 
 
 @pytest.mark.parametrize(
