@@ -27,7 +27,7 @@ import numpy as np
 import onnx
 from harness import command
 from harness.models import checkpoints, engines, random_gguf, random_weights
-from harness.processes.pass_process import CONTEXT, ROOM, Process
+from harness.processes.pass_process import CONTEXT, EXTRA_SLOTS, Process
 from harness.results import Report
 from harness.timing import alternating, speedup
 
@@ -136,7 +136,7 @@ def show_long(given: argparse.Namespace, report: Report) -> None:
         kinds = ("edgellm", "llama.cpp", "llama.cpp, flash attention")
     rows = []
     for context in given.contexts[:1] if given.quick else given.contexts:
-        plan = engines.plan_of(given.threads, kv_capacity=context + ROOM)
+        plan = engines.plan_of(given.threads, kv_capacity=context + EXTRA_SLOTS)
         engine = engines.plain_engine(path, f"edgellm-{given.threads}-{context}", plan, "fp16")
         running = {
             kind: Process(

@@ -280,7 +280,7 @@ def show_recall(given: argparse.Namespace, report: Report) -> None:
 def _recall(
     states: np.ndarray, head: np.ndarray, rank: int, counts: list[int]
 ) -> dict[int, list[str]]:
-    """Return shares of what a head has, by the number of candidates that its SVD retrieves.
+    """Return shares of tokens and probability that the SVD retrieves, by number of candidates.
 
     Args:
         states: normed, [N, D].

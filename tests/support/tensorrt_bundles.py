@@ -175,3 +175,11 @@ def _kernel(raw: dict) -> Kernel:
 
 def _silent(_: str) -> None:
     pass
+
+
+def two_layer_bundle(folder: Path, model_type: str, dtype: str = "fp16", **config) -> Path:
+    """The first two layers of a tiny model; `config` changes its sizes."""
+    make_checkpoint(folder / "checkpoint", **{**models.find(model_type).TINY, **config})
+    source = open_checkpoint(str(folder / "checkpoint"))
+    export_llm(source, folder / "bundle", ExportOptions(dtype=dtype, num_layers=2))
+    return folder / "bundle"

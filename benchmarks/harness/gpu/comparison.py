@@ -9,7 +9,7 @@ import numpy as np
 
 from edgellm.build.verify_tree_size import GPUS, LARGEST, accepted, best_size
 from harness.gpu import model
-from harness.gpu.model import BOARDS, MOST_TOKENS, ORIN, THOR, TODAY, WAYS, Board, Case
+from harness.gpu.model import BOARDS, MAX_TOKENS, ORIN, THOR, TODAY, WAYS, Board, Case
 from harness.gpu.published import ROWS, SHAPES, Row, why_no_prompt, why_not
 from harness.results import Report
 
@@ -65,7 +65,7 @@ def _nodes(board: Board, row: Row) -> int:
         return 1
     gpu = {THOR.name: GPUS[110], ORIN.name: GPUS[87]}[board.name]
     limit = best_size(gpu) if row.precision == "int4" else LARGEST
-    return min(limit, MOST_TOKENS // row.batch)
+    return min(limit, MAX_TOKENS // row.batch)
 
 
 def _parts(board: Board, case: Case, row: Row) -> tuple[Mapping[str, float], float]:

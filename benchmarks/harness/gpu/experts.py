@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kernel_references import REFERENCES
 
 from edgellm.device_runtime.kernels.triton import catalog
-from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import MAGIC, table_entries
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
-from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, packed_bytes
+from harness.gpu.layer_check import Call, LayerCheck, Layout
 
-_REPEATS = 10
-_TOLERANCE = 5e-3  # of the largest number: products are rounded to float16
 _BITS = {"fp16": 16, "int4": 4, "fp4": 4}
 _SWISH = np.array([1, 3e38, 0, 0], np.float32).view(np.int32).tolist()
 _PROJECTIONS = ("gate", "up", "down")
@@ -60,23 +55,18 @@ def check_experts(device: Device, sizes: Sizes | None = None) -> dict[str, float
     return found
 
 
-_Call = tuple[Variant, tuple[int, int, int], list[str | int]]  # arguments by name, or numbers
-
-
-class _Layer:
-    """Tensors of one layer's forward pass, on device and host."""
+class _Layer(LayerCheck):
+    compared = "order", "begins", "inner", "parts", "y"
 
     def __init__(self, device: Device, sizes: Sizes, rows: int, codes: str) -> None:
-        self._device, self._sizes, self._rows, self._codes = device, sizes, rows, codes
-        layout = self._layout()
-        self._block = Block(device, packed_bytes(layout))
-        self._packed = self._block.pack(layout)
+        self._sizes, self._rows, self._codes = sizes, rows, codes
+        super().__init__(device, self._layout(), f"{codes}, {rows} rows")
         self._fill(np.random.default_rng(rows))
 
-    def _layout(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def _layout(self) -> Layout:
         sizes, pairs = self._sizes, self._rows * self._sizes.top_k
         count = sizes.experts * sizes.hidden * sizes.inner
-        layout: dict[str, tuple[tuple[int, ...], Any]] = {
+        layout: Layout = {
             "x": ((self._rows, sizes.hidden), np.float16),
             "ids": ((self._rows, sizes.top_k), np.int64),
             "shares": ((pairs,), np.float16),
@@ -110,19 +100,7 @@ class _Layer:
             addresses += [at[name], at[f"{name} scales"] * has_scales, 0, 0]
         host["table"][:] = [sizes.experts, sizes.experts ^ MAGIC, *addresses]
 
-    def run(self) -> dict[str, float]:
-        """Check the kernels against their references; return the seconds of each."""
-        expected = {name: each.copy() for name, each in self._packed.arrays.items()}
-        self._block.upload(self._packed)
-        for variant, grid, arguments in self._calls():
-            self._device.launch(variant, grid, self._placed(arguments))
-            self._compute(variant, grid, arguments, expected)
-        self._block.download(self._packed)
-        self._device.synchronize()
-        self._compare(expected)
-        return {each[0].kernel.name: self._timed(*each) for each in self._calls()}
-
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[Call]:
         sizes, rows, codes = self._sizes, self._rows, self._codes
         layer = 0, sizes.hidden, sizes.inner, sizes.block
         outputs = catalog.EXPERT_OUTPUTS
@@ -150,41 +128,11 @@ class _Layer:
             ),
         ]
 
-    def _compare(self, expected: Mapping[str, np.ndarray]) -> None:
-        for name in ("order", "begins", "inner", "parts", "y"):
-            found, right = (
-                each.astype(np.float64) for each in (self._packed.arrays[name], expected[name])
-            )
-            error, largest = np.abs(found - right).max(), np.abs(right).max()
-            said = f"{name} of {self._codes}, {self._rows} rows: {error:.2g}"
-            assert error <= _TOLERANCE * largest, said
-
-    def _placed(self, arguments: list[str | int]) -> list[int]:
-        at = self._packed.addresses
-        return [at[each] if isinstance(each, str) else each for each in arguments]
-
-    def _timed(
-        self, variant: Variant, grid: tuple[int, int, int], arguments: list[str | int]
-    ) -> float:
-        given = self._placed(arguments)
-        start = time.perf_counter()
-        for _ in range(_REPEATS):
-            self._device.launch(variant, grid, given)
-        self._device.synchronize()
-        return (time.perf_counter() - start) / _REPEATS
-
-    def _compute(
-        self,
-        variant: Variant,
-        grid: tuple[int, int, int],
-        arguments: list[str | int],
-        arrays: dict[str, np.ndarray],
-    ) -> None:
-        flat = [arrays[each].reshape(-1) if isinstance(each, str) else each for each in arguments]
-        facts = {**variant.constants, "grid": grid, "memory": self._read}
-        REFERENCES[variant.kernel.name](*flat, constants=facts)
+    def _memory(self, arrays: dict[str, np.ndarray]) -> Callable[..., np.ndarray]:
+        del arrays  # weights are never written
+        return self._read
 
     def _read(self, address: int, count: int, dtype: Any) -> np.ndarray:
-        """Weights and scales at an address, on the host, where they are never written."""
+        """Weights and scales at an address, on the host."""
         first = int(address) - self._packed.address
         return self._packed.host[first : first + int(count) * np.dtype(dtype).itemsize].view(dtype)

@@ -30,7 +30,7 @@ BITS = {"fp16": 16.0, "int4": INT4_BITS, "nvfp4": 4 + 8 / 16}  # of a weight, wi
 LAUNCHES = {"fp16": ((8, 12), 6), "int4": ((9, 15), 6), "nvfp4": ((17, 20), 5)}
 DRAFT_LAUNCHES = {"fp16": 19, "int4": 22, "nvfp4": 27}
 FEW_TOKENS = 64  # for which products have the lower rate
-MOST_TOKENS = 128  # of a pass of several trees
+MAX_TOKENS = 128  # of a pass of several trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kernel_references import REFERENCES
 
 from edgellm.device_runtime.kernels.triton import catalog
-from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
-from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, packed_bytes
+from harness.gpu.layer_check import Call, LayerCheck, Layout
 
 _MAGIC = 0x656467656C6C6D  # as in the kernels
-_REPEATS = 10
-_TOLERANCE = 5e-3  # of the largest number: keys, queries and states are rounded to float16
 _SIZE = 4  # of a convolution
 _ROWS = 1, 8, 60, 256  # of a pass; more than eight are a chain, as a prompt's
 
@@ -59,20 +54,15 @@ def check_recurrent(device: Device, sizes: Sizes | None = None) -> dict[str, flo
     return found
 
 
-_Call = tuple[Variant, tuple[int, int, int], list[str | int]]  # arguments by name, or numbers
-
-
-class _Layer:
-    """Tensors of one layer's forward pass, on device and host."""
+class _Layer(LayerCheck):
+    compared = "convolved", "y", "window", "matrix", "keys", "deltas", "decays"
 
     def __init__(self, device: Device, sizes: Sizes, rows: int, *, takes: bool) -> None:
-        self._device, self._sizes, self._rows, self._takes = device, sizes, rows, takes
-        layout = self._layout()
-        self._block = Block(device, packed_bytes(layout))
-        self._packed = self._block.pack(layout)
+        self._sizes, self._rows, self._takes = sizes, rows, takes
+        super().__init__(device, self._layout(), f"{rows} rows")
         self._fill(np.random.default_rng(rows))
 
-    def _layout(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def _layout(self) -> Layout:
         sizes, rows = self._sizes, self._rows
         keys, values = (sizes.key_heads, sizes.key_dim), (sizes.heads, sizes.value_dim)
         return {
@@ -123,19 +113,7 @@ class _Layer:
         ]
         host["windows"][:], host["matrices"][:] = 0, 1
 
-    def run(self) -> dict[str, float]:
-        """Check the kernels against their references; return the seconds of each."""
-        expected = {name: each.copy() for name, each in self._packed.arrays.items()}
-        self._block.upload(self._packed)
-        for variant, grid, arguments in self._calls():
-            self._device.launch(variant, grid, self._placed(arguments))
-            self._compute(variant, grid, arguments, expected)
-        self._block.download(self._packed)
-        self._device.synchronize()
-        self._compare(expected)
-        return {each[0].kernel.name: self._timed(*each) for each in self._calls()}
-
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[Call]:
         """Launches of a pass, then of a commit, which writes the states in place."""
         sizes, rows = self._sizes, self._rows
         heads = sizes.key_heads, sizes.heads, sizes.key_dim, sizes.value_dim
@@ -153,41 +131,8 @@ class _Layer:
             (catalog.advance_state(tile), values, [*committed, "matrices", *heads]),
         ]
 
-    def _compare(self, expected: Mapping[str, np.ndarray]) -> None:
-        for name in ("convolved", "y", "window", "matrix", "keys", "deltas", "decays"):
-            found, right = (
-                each.astype(np.float64) for each in (self._packed.arrays[name], expected[name])
-            )
-            error, largest = np.abs(found - right).max(), np.abs(right).max()
-            assert error <= _TOLERANCE * largest, f"{name}, {self._rows} rows: {error:.2g}"
-
-    def _placed(self, arguments: list[str | int]) -> list[int]:
-        at = self._packed.addresses
-        return [at[each] if isinstance(each, str) else each for each in arguments]
-
-    def _timed(
-        self, variant: Variant, grid: tuple[int, int, int], arguments: list[str | int]
-    ) -> float:
-        given = self._placed(arguments)
-        start = time.perf_counter()
-        for _ in range(_REPEATS):
-            self._device.launch(variant, grid, given)
-        self._device.synchronize()
-        return (time.perf_counter() - start) / _REPEATS
-
-    def _compute(
-        self,
-        variant: Variant,
-        grid: tuple[int, int, int],
-        arguments: list[str | int],
-        arrays: dict[str, np.ndarray],
-    ) -> None:
-        flat = [arrays[each].reshape(-1) if isinstance(each, str) else each for each in arguments]
-        facts = {**variant.constants, "grid": grid, "memory": self._memory(arrays)}
-        REFERENCES[variant.kernel.name](*flat, constants=facts)
-
-    def _memory(self, arrays: dict[str, np.ndarray]) -> Any:
-        """What lies at an address, in the references' copies."""
+    def _memory(self, arrays: dict[str, np.ndarray]) -> Callable[..., np.ndarray]:
+        """Read the references' copies."""
         names = {address: name for name, address in self._packed.addresses.items()}
 
         def read(address: int, count: int, dtype: Any) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 CONTEXT = 512  # tokens in the KV cache during decoding
-ROOM = 1536  # slots of the KV cache behind the context
+EXTRA_SLOTS = 1536  # slots of the KV cache after the context
 BATCH = 512  # tokens of a prefill pass of llama.cpp
 
 
@@ -66,7 +66,7 @@ class LlamaCpp:
 
         self.api = llama_cpp
         self.model = llama_cpp.Llama(
-            path, n_ctx=context + ROOM, n_batch=BATCH, n_ubatch=BATCH, n_threads=threads,
+            path, n_ctx=context + EXTRA_SLOTS, n_batch=BATCH, n_ubatch=BATCH, n_threads=threads,
             n_threads_batch=threads, flash_attn=flash_attention, verbose=False,
         )  # fmt: skip
         self.context = self.model._ctx.ctx
@@ -110,7 +110,7 @@ class GenAI:
             )
         )
         self.og, self.model = og, og.Model(config)
-        self.capacity = context + ROOM
+        self.capacity = context + EXTRA_SLOTS
         self.generator = None
 
     def prefill(self, token_ids: list[int]) -> None:

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import onnx_ir as ir
 import pytest
-from conftest import make_checkpoint
 from lowered_engines import lower_for_gpu
 from node_stand_ins import expert_stand_ins, stand_ins
 from plugin_stub import Node, bindings, plugin_package, sizes
+from tensorrt_bundles import two_layer_bundle
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
@@ -35,9 +35,6 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFI
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
-from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(
@@ -49,16 +46,9 @@ PLAN = Plan(
 )
 
 
-def make_bundle(folder: Path, model_type: str, dtype: str = "fp16", **config) -> Path:
-    make_checkpoint(folder / "checkpoint", **{**models.find(model_type).TINY, **config})
-    source = open_checkpoint(str(folder / "checkpoint"))
-    export_llm(source, folder / "bundle", ExportOptions(dtype=dtype, num_layers=2))
-    return folder / "bundle"
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
-    return make_bundle(tmp_path_factory.mktemp("qwen"), "qwen3_moe")
+    return two_layer_bundle(tmp_path_factory.mktemp("qwen"), "qwen3_moe")
 
 
 @pytest.mark.skipif(
@@ -129,9 +119,9 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     assert "no kernels were compiled for compute capability 7.5" in rejection(bundle, "11.4", 75)
     native = TensorRtOptions(target_sm="110", kernels="tensorrt")
     assert f"{only}--kernels tensorrt" in rejection(bundle, "11.4", options=native)
-    odd = make_bundle(tmp_path / "odd", "qwen3_moe", moe_intermediate_size=40)
+    odd = two_layer_bundle(tmp_path / "odd", "qwen3_moe", moe_intermediate_size=40)
     assert "experts with widths and groups of a multiple of 16, not of 40" in rejection(odd, "11.4")
-    both = make_bundle(tmp_path / "both", "qwen3_next", moe_intermediate_size=40)
+    both = two_layer_bundle(tmp_path / "both", "qwen3_next", moe_intermediate_size=40)
     assert "compute recurrent layers and mixtures of experts: " in rejection(both, "11.4")
 
 
@@ -194,7 +184,7 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch):
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "ernie4_5_moe", "laguna"])
 def test_every_version_with_plugins_takes_the_graph(tmp_path, model_type):
     """Also the operators of its router."""
-    bundle, target = make_bundle(tmp_path, model_type), tmp_path / "lowered.onnx"
+    bundle, target = two_layer_bundle(tmp_path, model_type), tmp_path / "lowered.onnx"
     for version in CHECKED:  # which holds it against the table
         kernels = Kernels(110, "fp16")
         lower_for_gpu(bundle / "model.onnx", target, version=version, kernels=kernels)

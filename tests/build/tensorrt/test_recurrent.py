@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import onnx_ir as ir
 import pytest
-from conftest import make_checkpoint
 from lowered_engines import lower_for_gpu
 from node_stand_ins import recurrent_stand_ins, stand_ins
 from plugin_stub import Node, bindings, plugin_package, sizes
+from tensorrt_bundles import two_layer_bundle
 
 from edgellm.build.engine import build_engine
 from edgellm.build.plan import Plan
@@ -33,9 +33,6 @@ from edgellm.device_runtime.kernels.triton import catalog, prebuilt
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
-from edgellm.export.graph.architecture import ExportOptions
-from edgellm.export.pipeline.llm import export_llm
-from edgellm.export.pipeline.open_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(
@@ -47,17 +44,10 @@ PLAN = Plan(
 )
 
 
-def make_bundle(folder: Path, model_type: str, dtype: str = "fp16", **config) -> Path:
-    make_checkpoint(folder / "checkpoint", **{**models.find(model_type).TINY, **config})
-    source = open_checkpoint(str(folder / "checkpoint"))
-    export_llm(source, folder / "bundle", ExportOptions(dtype=dtype, num_layers=2))
-    return folder / "bundle"
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory) -> Path:
     """Of a model with convolutions, linear attention and attention."""
-    return make_bundle(tmp_path_factory.mktemp("qwen"), "qwen3_5_text")
+    return two_layer_bundle(tmp_path_factory.mktemp("qwen"), "qwen3_5_text")
 
 
 @pytest.mark.skipif(
@@ -122,9 +112,9 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     assert f"{only}--kernels tensorrt" in rejection(bundle, "11.4", options=native)
     batches = rejection(bundle, "11.4", max_batch_size=2)
     assert "--maxBatchSize 2: on TensorRT a model with recurrent layers computes one" in batches
-    floats = make_bundle(tmp_path / "floats", "lfm2", dtype="fp32")
+    floats = two_layer_bundle(tmp_path / "floats", "lfm2", dtype="fp32")
     assert "the kernels compute in float16, the bundle in float32" in rejection(floats, "11.4")
-    odd = make_bundle(tmp_path / "odd", "qwen3_5_text", linear_key_head_dim=20)
+    odd = two_layer_bundle(tmp_path / "odd", "qwen3_5_text", linear_key_head_dim=20)
     assert "keys and values of a multiple of 8, keys up to 256, not of 20" in rejection(odd, "11.4")
 
 
@@ -145,7 +135,7 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, mo
     pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
     size, build = models.find(model_type).TINY.get("head_dim", 16), builder.build
     if model_type != "qwen3_5_text":
-        bundle = make_bundle(tmp_path, model_type)
+        bundle = two_layer_bundle(tmp_path, model_type)
     heads = models.find(model_type).TINY["num_attention_heads"]
     monkeypatch.setattr(cache_plan, "library_fault", lambda _: "")
     monkeypatch.setattr(builder, "register_plugins", lambda _: None)
