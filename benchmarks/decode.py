@@ -5,6 +5,7 @@
     python benchmarks/decode.py shape --shape qwen2.5-0.5b     # random weights
     python benchmarks/decode.py qwen3.5     # the shape of its 0.8B model; gemma4: E2B's
     python benchmarks/decode.py long --contexts 4096 16384     # a Q4_K_M file, longer contexts
+    python benchmarks/decode.py sizes --sizes qwen3-0.6b 8b     # Q4_0 files, and v(M)
 
 All engines have the same weights, the same number of threads, a 512-token context and batch 1.
 Every engine runs in its own process; they alternate for several rounds. The share of the memory
@@ -37,6 +38,7 @@ READ_BYTES = 1 << 28
 KERNELS = ("edgellm", "onnxruntime")
 DECODED = 48  # tokens of a round
 LONG_DECODED = 24
+LLAMA_CPP = ("llama.cpp", "llama.cpp, flash attention")
 COLUMNS = ("engine", "decode tokens/s", "prefill tokens/s", "share of the memory bandwidth")
 
 # The text model of Qwen3.5-0.8B, by its published sizes.
@@ -133,7 +135,7 @@ def show_long(given: argparse.Namespace, report: Report) -> None:
         source = _random_gguf(checkpoint)
         folder = checkpoint.with_name(f"{checkpoint.name}-gguf")
         path = checkpoints.gguf(source, folder, "Q4_K_M", given.llama_python, mixed=True)
-        kinds = ("edgellm", "llama.cpp", "llama.cpp, flash attention")
+        kinds = ("edgellm", *LLAMA_CPP)
     rows = []
     for context in given.contexts[:1] if given.quick else given.contexts:
         plan = engines.plan_of(given.threads, kv_capacity=context + EXTRA_SLOTS)
@@ -200,12 +202,71 @@ def show_gemma4(given: argparse.Namespace, report: Report) -> None:
     _compare(shape, models, pairs, given, report)
 
 
+def show_sizes(given: argparse.Namespace, report: Report) -> None:
+    """Measure Q4_0 files of larger shapes, and passes of several tokens: v(M) of one token."""
+    rows = []
+    for shape in ["small"] if given.quick else given.sizes:
+        path, config = given.work / f"{shape}-Q4_0.gguf", random_weights.SHAPES[shape]
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            random_gguf.write_dense(config, "Q4_0", partial)
+            partial.replace(path)
+        plan = engines.plan_of(given.threads)
+        engine = engines.plain_engine(path, f"edgellm-{given.threads}", plan, "fp16")
+        models: Models = {"edgellm": (sys.executable, "edgellm", engine)}
+        if not given.quick and command.has_package("llama_cpp", given.llama_python):
+            models |= {kind: (given.llama_python, kind, path) for kind in LLAMA_CPP}
+        rows += _size_rows(shape, config, models, given)
+    heads = ("shape", "engine", "prefill tokens/s", "decode tokens/s", "prefill", "decode")
+    report.add("decode-sizes", (*heads, "prefill TOPS", "v(8)", "v(16)"), rows)
+
+
+def _size_rows(
+    shape: str, config: dict[str, Any], models: Models, given: argparse.Namespace
+) -> list[list[str]]:
+    """Return rows of one shape; the leads of edgellm and v(M) are of each round."""
+    running = {
+        kind: Process(python, kind, path, given.threads)
+        for kind, (python, _, path) in models.items()
+    }
+    found = {}
+    for name, line in (
+        ("prefill", f"prefill {CONTEXT}"),
+        ("decode", f"decode {LONG_DECODED}"),
+        ("v(8)", "verify 8"),
+        ("v(16)", "verify 16"),
+    ):
+        calls = {
+            kind: lambda p=p, line=line: statistics.median(p.ask(line))
+            for kind, p in running.items()
+        }
+        found[name] = alternating(calls, given.rounds)
+    for process in running.values():
+        process.close()
+    operations = 2 * sum(int(np.prod(each)) for each in random_weights.matrices(config).values())
+    rows = []
+    for kind in models:
+        prefill, decode = (statistics.median(found[name][kind]) for name in ("prefill", "decode"))
+        rate = CONTEXT / prefill * 1e3
+        leads = [
+            "" if kind == "edgellm" else f"{speedup(times['edgellm'], times[kind]):.2f} x"
+            for times in (found["prefill"], found["decode"])
+        ]
+        costs = [
+            f"{speedup(found['decode'][kind], found[name][kind]):.2f}" for name in ("v(8)", "v(16)")
+        ]
+        speeds = [f"{rate:.0f}", f"{1e3 / decode:.1f}"]
+        rows.append([shape, kind, *speeds, *leads, f"{operations * rate / 1e12:.2f}", *costs])
+    return rows
+
+
 MODES = {
     "smollm2": show_smollm2,
     "shape": show_shape,
     "qwen3.5": show_qwen3_5,
     "gemma4": show_gemma4,
     "long": show_long,
+    "sizes": show_sizes,
 }
 
 
@@ -310,6 +371,13 @@ def _compare(
 def main() -> None:
     parser = command.parser(__doc__, MODES, rounds=7)
     parser.add_argument("--shape", choices=random_weights.SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument(
+        "--sizes",
+        choices=random_weights.SHAPES,
+        nargs="+",
+        default=["qwen3-0.6b", "1b", "qwen3-4b", "8b"],
+        help="shapes of `sizes`",
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument(
         "--llama_python", default=sys.executable, help="a python with llama-cpp-python"

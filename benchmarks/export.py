@@ -187,7 +187,7 @@ def _export_quantized(config: dict[str, Any], kind: str, work: Path) -> Cost:
         source = random_weights.write_awq(config, work / "checkpoint")
     else:
         source = work / "model.gguf"
-        random_gguf.write_llama(config, kind, source)
+        random_gguf.write_dense(config, kind, source)
     flags = "llm", "--model_dir", source, "--output_dir", work / "bundle"
     return run_process(*module_command("edgellm.export.cli", *flags))
 

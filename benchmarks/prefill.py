@@ -48,19 +48,21 @@ def show_tokens(given: argparse.Namespace, report: Report) -> None:
     opened = {name: engines.open_engine(path) for name, path in folders.items()}
     clock = clock_of(given.threads)
     prefill = alternating(
-        {name: partial(prefill_ms, each, CONTEXT, clock) for name, each in opened.items()},
+        {name: partial(prefill_ms, each, given.context, clock) for name, each in opened.items()},
         given.rounds,
     )
     passes: dict[int, dict[str, list[float]]] = {}
     for count in TOKENS:
         calls = {
-            name: partial(pass_ms, each, count, CONTEXT, clock) for name, each in opened.items()
+            name: partial(pass_ms, each, count, given.context, clock)
+            for name, each in opened.items()
         }
         passes[count] = alternating(calls, given.rounds)
     rows = []
     for name in opened:
         step = statistics.median(passes[1][name])
-        speeds = [f"{1e3 / step:.1f}", f"{CONTEXT / statistics.median(prefill[name]) * 1e3:.0f}"]
+        rate = given.context / statistics.median(prefill[name]) * 1e3
+        speeds = [f"{1e3 / step:.1f}", f"{rate:.0f}"]
         ratios = [speedup(passes[1][name], passes[count][name]) for count in TOKENS[1:]]
         rows.append([name, *speeds, *(f"{ratio:.2f}" for ratio in ratios)])
     heads = [f"v({count})" for count in TOKENS[1:]]
@@ -123,6 +125,7 @@ MODES = {"tokens": show_tokens, "context": show_context}
 def main() -> None:
     parser = command.parser(__doc__, MODES, rounds=5)
     parser.add_argument("--engine", type=Path, nargs="+", help="engines of `tokens`")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="cached positions of `tokens`")
     command.run(parser, MODES)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import make_checkpoint
-from harness.models.random_gguf import write_llama
+from harness.models.random_gguf import write_dense
 from harness.models.random_weights import SHAPES
 from harness.timing import module_command, run_process
 
@@ -55,13 +55,13 @@ def _float(folder: Path) -> tuple[object, ...]:
 
 def _gguf(folder: Path, kind: str, *, tied: bool = True) -> tuple[object, ...]:
     sizes = {**SHAPES["tiny"], "tie_word_embeddings": tied}
-    write_llama(sizes, kind, folder / "model.gguf")
+    write_dense(sizes, kind, folder / "model.gguf")
     return _llm(folder, folder / "model.gguf")
 
 
 def _large_head(folder: Path) -> tuple[object, ...]:
     shape = {**SHAPES["tiny"], "num_hidden_layers": 2, "vocab_size": 64_000}
-    write_llama(shape, "Q4_0", folder / "model.gguf")
+    write_dense(shape, "Q4_0", folder / "model.gguf")
     return _llm(folder, folder / "model.gguf")
 
 
@@ -184,7 +184,7 @@ def test_a_build_holds_a_multiple_of_its_largest_weight(tmp_path):
     """One huge weight adds at most two copies of it."""
     huge = {**SHAPES["tiny"], "num_hidden_layers": 1, "vocab_size": 160_000}
     source = tmp_path / "model.gguf"
-    write_llama(huge, "Q4_0", source)
+    write_dense(huge, "Q4_0", source)
     module, *flags = _llm(tmp_path, source)
     flags += ["--onnxDir", tmp_path / "bundle", "--engineDir", tmp_path / "engine"]
     peak = run_process(*module_command(module, *flags)).anonymous_bytes

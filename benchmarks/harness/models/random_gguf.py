@@ -149,11 +149,14 @@ def write_gemma4(config: dict[str, Any], tokenizer: Path, kind: str, output: Pat
     _write_tensors(writer, shapes, {**dict.fromkeys(shapes, kind), **tables})
 
 
-def write_llama(config: dict[str, Any], kind: str, path: Path) -> None:
-    """Write a config of `random_weights.SHAPES` of the family llama, in one format or `MIXED`."""
-    writer = _begun(path, "llama", config)
+def write_dense(config: dict[str, Any], kind: str, path: Path) -> None:
+    """Write a config of `random_weights.SHAPES` of llama or qwen3, in one format or `MIXED`."""
+    writer = _begun(path, config["model_type"], config)
     _add_words(writer, config["vocab_size"])
-    shapes = dict(_llama_shapes(config))
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    shapes = dict(_dense_shapes(config))
     kinds = {name: _mixed(name, config) if kind == MIXED else kind for name in shapes}
     _write_tensors(writer, shapes, kinds)
 
@@ -207,7 +210,7 @@ def _is_float(name: str) -> bool:
     return any(part in name for part in floats)
 
 
-def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _dense_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "token_embd.weight", (vocab, hidden)
     yield "output_norm.weight", (hidden,)
@@ -216,6 +219,9 @@ def _llama_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
     for layer in range(config["num_hidden_layers"]):
         yield f"blk.{layer}.attn_norm.weight", (hidden,)
         yield f"blk.{layer}.ffn_norm.weight", (hidden,)
+        if config["model_type"] == "qwen3":
+            yield f"blk.{layer}.attn_q_norm.weight", (config["head_dim"],)
+            yield f"blk.{layer}.attn_k_norm.weight", (config["head_dim"],)
     for name, shape in matrices(config).items():
         _, _, layer, module = name.split(".", 3)
         yield f"blk.{layer}.{_LAYERS[module]}.weight", shape

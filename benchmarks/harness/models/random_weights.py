@@ -33,11 +33,18 @@ def _llama(hidden: int, inner: int, layers: int, vocab: int, **others: object) -
     return {**_LLAMA, **sizes, "vocab_size": vocab, "tie_word_embeddings": True, **others}
 
 
+def _qwen3(hidden: int, inner: int, layers: int, **others: object) -> dict[str, Any]:
+    family = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
+    return {**_llama(hidden, inner, layers, 151936), **family, "rms_norm_eps": 1e-6, **others}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "small": _llama(256, 1024, 2, 49152, num_attention_heads=4, num_key_value_heads=2),
     "tiny": _llama(1024, 4096, 4, 32000),
     "1b": _llama(2048, 8192, 16, 128256),
     "8b": _llama(4096, 14336, 32, 128256, tie_word_embeddings=False),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, num_attention_heads=16),
+    "qwen3-4b": _qwen3(2560, 9728, 36, num_attention_heads=32),
     "qwen2.5-0.5b": {
         **_llama(896, 4864, 24, 151936, num_attention_heads=14, num_key_value_heads=2),
         "model_type": "qwen2",
@@ -100,15 +107,21 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype and shape by name
 def matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Return [out, in] of all linear layers by name."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    queries, keys = attention_widths(config)
     sizes = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, hidden),
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
         "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }  # fmt: skip
     layers = range(config["num_hidden_layers"])
     return {f"model.layers.{at}.{name}": size for at in layers for name, size in sizes.items()}
+
+
+def attention_widths(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the widths of queries and of keys."""
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return head * config["num_attention_heads"], head * config["num_key_value_heads"]
 
 
 def write(config: Mapping[str, Any], folder: Path, dtype: str, *, shards: bool = False) -> Path:
@@ -165,7 +178,7 @@ def write_eagle3(config: Mapping[str, Any], folder: Path) -> Path:
     hidden, inner, layers = (
         config[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
     )
-    keys = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    queries, keys = attention_widths(config)
     vocab, last = min(_DRAFT_VOCAB, config["vocab_size"]), max(layers - 4, 0)
     own = {
         "model_type": "llama",
@@ -177,10 +190,10 @@ def write_eagle3(config: Mapping[str, Any], folder: Path) -> Path:
     }
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * hidden),
-        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
         "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, queries),
         "midlayer.mlp.gate_proj.weight": (inner, hidden),
         "midlayer.mlp.up_proj.weight": (inner, hidden),
         "midlayer.mlp.down_proj.weight": (hidden, inner),

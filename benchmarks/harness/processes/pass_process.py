@@ -1,8 +1,9 @@
 """Engines under test with one small interface, each in its own process.
 
 `python pass_process.py KIND PATH THREADS [CONTEXT]` reads commands from stdin ("prefill 512",
-"decode 64", "both 64") and writes one JSON list of milliseconds each. The caller alternates between
-the processes, so that a slow minute of a shared machine affects all of them.
+"decode 64", "both 64", "verify 8": passes of 8 tokens) and writes one JSON list of milliseconds
+each. The caller alternates between the processes, so that a slow minute of a shared machine affects
+all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ import numpy as np
 CONTEXT = 512  # tokens in the KV cache during decoding
 EXTRA_SLOTS = 1536  # slots of the KV cache after the context
 BATCH = 512  # tokens of a prefill pass of llama.cpp
+VERIFIED = 8  # passes of "verify"
 
 
 class Engine(Protocol):
     def prefill(self, token_ids: list[int]) -> None: ...
 
     def decode(self, token_id: int) -> None: ...
+
+    def verify(self, token_ids: list[int]) -> None:
+        """Run tokens after the context, all with logits, and forget them; not for `GenAI`."""
 
 
 class EdgeLLM:
@@ -55,6 +60,10 @@ class EdgeLLM:
         result = self.session.run(np.array([token_id]), self.length, np.array([0]))
         self.length, _ = self.length + 1, int(result.token_ids[0])
 
+    def verify(self, token_ids: list[int]) -> None:
+        rows = np.arange(len(token_ids))
+        int(self.session.run(np.array(token_ids), self.length, rows).token_ids[0])
+
 
 class LlamaCpp:
     """llama.cpp's C interface: one decode call and the argmax of its logits."""
@@ -73,13 +82,13 @@ class LlamaCpp:
         self.vocab = self.model.n_vocab()
         self.length = 0
 
-    def _run(self, token_ids: list[int]) -> None:
+    def _run(self, token_ids: list[int], *, all_logits: bool = False) -> None:
         batch = self.api.llama_batch_init(len(token_ids), 0, 1)
         batch.n_tokens = len(token_ids)
         for index, token_id in enumerate(token_ids):
             batch.token[index], batch.pos[index] = token_id, self.length + index
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
-            batch.logits[index] = index == len(token_ids) - 1
+            batch.logits[index] = all_logits or index == len(token_ids) - 1
         if self.api.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
         logits = self.api.llama_get_logits_ith(self.context, -1)
@@ -95,6 +104,12 @@ class LlamaCpp:
 
     def decode(self, token_id: int) -> None:
         self._run([token_id])
+
+    def verify(self, token_ids: list[int]) -> None:
+        before = self.length
+        self._run(token_ids, all_logits=True)
+        self.api.llama_memory_seq_rm(self.api.llama_get_memory(self.context), 0, before, -1)
+        self.length = before
 
 
 class GenAI:
@@ -218,6 +233,9 @@ def main() -> None:
             samples = [_status_bytes("VmRSS")]
         elif what == "prefill":
             samples = [_timed(lambda: engine.prefill(prompt[: int(count)]))]  # noqa: B023
+        elif what == "verify":
+            nodes = [2000 + at for at in range(int(count))]
+            samples = [_timed(lambda: engine.verify(nodes)) for _ in range(VERIFIED)]  # noqa: B023
         else:
             first = _timed(lambda: engine.prefill(prompt))
             engine.decode(2000)

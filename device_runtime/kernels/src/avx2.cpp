@@ -7,7 +7,7 @@ namespace edgellm {
 namespace {
 
 struct Pairs : Avx2 {
-  static constexpr bool kWholeGroups = true, kJoinsTerms = true;
+  static constexpr bool kWholeGroups = true, kJoinsTerms = true, kUnpacks = true;
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
   static constexpr int kFetchFrom = 1;
 };
@@ -67,7 +67,7 @@ struct Isa : Vector<Pairs> {
   template <Form kForm, int H, int R, int S>
   static EDGELLM_INLINE void dot_units(I (&acc)[H][R][S], const uint8_t* w, const int8_t* x, int64_t stride,
                                        int64_t block) {
-    constexpr int kBits = bits_of(kForm), kFitting = 32767 / (2 * 127 * ((1 << kBits) - 1));
+    constexpr int kBits = bits_of(kForm), kFitting = fitting(kForm);
     constexpr int kRun = kFitting < 4 ? 2 : 4;
     constexpr bool kByBlock = H == 1 && kFitting >= 32;  // of 128 inputs at most
 #pragma GCC unroll 4
@@ -96,7 +96,45 @@ struct Isa : Vector<Pairs> {
     }
   }
 
+  // Codes of a strip as bytes, [inputs / 4][16 channels][4].
+  template <Form kForm>
+  static EDGELLM_INLINE void unpack(const uint8_t* w, int64_t inputs, uint8_t* out) {
+    for (int c = 0; c < 2; c++)
+      each_unit<bits_of(kForm), 1>(w + c * kBytes, inputs, [&](auto, const uint8_t* unit, int64_t k) EDGELLM_LAMBDA {
+        each_quad<bits_of(kForm)>(unit, [&](auto j, Bytes codes) EDGELLM_LAMBDA {
+          write(out + (k + 4 * j) * kStrip + c * kBytes, codes);
+        });
+      });
+  }
+  // The products of unpacked codes and R rows along a block.
+  template <Form kForm, int kBlock, int R>
+  static EDGELLM_INLINE void dot_unpacked(I (&out)[R], const uint8_t* w, const int8_t* x, int64_t stride) {
+    constexpr int kFitting = fitting(kForm), kRun = least(kFitting < 4 ? 2 : kFitting < 8 ? 4 : 8, kBlock / 4);
+    __m256i sums[R][2];
+#pragma GCC unroll 4
+    for (int k = 0; k < kBlock; k += 4 * kRun) {
+      __m256i words[R][2];
+#pragma GCC unroll 8
+      for (int i = 0; i < kRun; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          const __m256i four = four_of(x + r * stride + k + 4 * i);
+          for (int c = 0; c < 2; c++) {
+            const __m256i products = _mm256_maddubs_epi16(codes_at(w + (k + 4 * i) * kStrip, c), four);
+            words[r][c] = i ? _mm256_add_epi16(words[r][c], products) : products;
+          }
+          asm("" : "+x"(words[r][0]), "+x"(words[r][1]));
+        }
+      for (int r = 0; r < R; r++)
+        for (int c = 0; c < 2; c++) sums[r][c] = add_pairs(k ? sums[r][c] : _mm256_setzero_si256(), words[r][c]);
+    }
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++) out[r].part[c] = Ints(sums[r][c]);
+  }
+
  private:
+  // Of four codes and four inputs, the products that are added in 16 bits.
+  static constexpr int fitting(Form form) { return 32767 / (2 * 127 * ((1 << bits_of(form)) - 1)); }
   static EDGELLM_INLINE __m256i codes_at(const uint8_t* w, int c) { return _mm256_loadu_si256((const __m256i*)w + c); }
   static EDGELLM_INLINE __m256i four_of(const int8_t* x) { return __m256i(broadcast(x)); }
   static EDGELLM_INLINE __m256i add_pairs(__m256i sum, __m256i words) {

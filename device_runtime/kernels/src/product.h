@@ -4,6 +4,7 @@
 #include "epilogue.h"
 #include "kernels.h"
 #include "kinds.h"
+#include "many_rows.h"
 #include "vector_math.h"
 
 namespace edgellm {
@@ -135,6 +136,10 @@ constexpr int64_t kPanelBytes = 512 << 10;
 
 template <class Isa, class Kind>
 void run_groups(const Product& p, int64_t first, int64_t last) {
+  constexpr bool kCanUnpack = Kind::kScaled || Kind::kForm == Form::kInt4 || Kind::kForm == Form::kInt5;
+  if constexpr (Isa::kUnpacks && kCanUnpack)
+    if (p.num_rows >= kManyRows && p.weight->block == Unpacked<Isa, Kind>::kBlock)
+      return multiply_many_rows<Isa, Kind>(p, first, last);
   constexpr int kRows = Isa::kRows / sums_of_row<Isa, Kind>();
   const int64_t row_bytes = p.rows.stride * (takes_codes(Kind::kForm) ? Kind::kTerms : 4);
   const int64_t fitting = kPanelBytes / row_bytes / kRows * kRows;

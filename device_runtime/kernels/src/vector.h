@@ -32,6 +32,7 @@ struct Registers {
 
   static constexpr bool kWholeGroups = false;  // products of codes sum all channels of a record at once
   static constexpr bool kJoinsTerms = false;  // the two codes of an input are one of 16 bits; see `dot_words`
+  static constexpr bool kUnpacks = false;  // codes once for many rows
   static constexpr int kFetchFrom = 2;  // rows of a product; see `PrefetchRange`
 
   template <class V>

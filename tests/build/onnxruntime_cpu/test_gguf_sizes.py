@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from harness.models.random_gguf import write_llama
+from harness.models.random_gguf import write_dense
 from harness.models.random_weights import SHAPES
 from mixed_gguf import dequantized, random_blocks
 
@@ -44,7 +44,7 @@ def file_of(tmp_path_factory):
 
     def write(kind: str, tied: bool):
         path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-        write_llama({**SHAPES["tiny"], **SIZES, **HEADS, "tie_word_embeddings": tied}, kind, path)
+        write_dense({**SHAPES["tiny"], **SIZES, **HEADS, "tie_word_embeddings": tied}, kind, path)
         return path
 
     return write

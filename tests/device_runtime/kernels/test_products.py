@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from kernel_calls import (
@@ -44,6 +46,7 @@ BLOCKS = (  # kind, K, N of quantized scales
     ("int5", 512, 64),
     ("int6", 768, 41),
 )
+FEW_AND_MANY = 3, 24  # rows; many rows unpack codes once on AVX2
 # Of the norm of y: a code of 8 bits is off by 1/254 of its block's largest at most, 0.6 % of a row
 # of normal numbers; up to twice that where the blocks' sums rule y.
 INT8_INPUTS = 0.012
@@ -88,14 +91,15 @@ def test_quantized_scales_are_exact(shape, rng):
         assert relative_error(reference, x @ case.weight.T) < 1e-6
         for name in FAST:
             assert same_bits(product(name, case, x), reference), (name, rows)
-    x = np.full((3, shape[1]), 1, np.float32)
     packed = case.packed.copy()
     records = packed[64:].reshape(-1, case.form.record_bytes)
     records[:, : 256 * 32 * int(shape[0][3:]) // 8] = 0xFF
-    reference = product("scalar", case, x, packed=packed)
-    for name in FAST:
-        assert same_bits(product(name, case, x, packed=packed), reference)
-        assert same_bits(product(name, case, -x, packed=packed), -reference)
+    for rows in FEW_AND_MANY:
+        x = np.full((rows, shape[1]), 1, np.float32)
+        reference = product("scalar", case, x, packed=packed)
+        for name in FAST:
+            assert same_bits(product(name, case, x, packed=packed), reference)
+            assert same_bits(product(name, case, -x, packed=packed), -reference)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[7]], ids=str)
@@ -110,7 +114,16 @@ def test_integer_products_are_exact(shape, rng):
 
 
 @pytest.mark.parametrize(
-    ("kind", "block"), [("int4", 128), ("int8", 128), ("fp4", 16), ("int2", 128), ("int5", 128)]
+    ("kind", "block"),
+    [
+        ("int4", 128),
+        ("int4", 32),
+        ("int8", 128),
+        ("fp4", 16),
+        ("int2", 128),
+        ("int5", 128),
+        ("int5", 32),
+    ],
 )
 def test_the_largest_integers_do_not_overflow(kind, block, rng):
     """Sums of pairs of products have 16 bits on AVX2."""
@@ -119,8 +132,8 @@ def test_the_largest_integers_do_not_overflow(kind, block, rng):
     records = packed[64:].reshape(256 // block, -1)
     for value in (0x77, 0xFF) if kind == "fp4" else (0, 0xFF):
         records[:, :-64] = value
-        for sign in (-1, 1):
-            x = np.full((3, 256), sign, np.float32)
+        for sign, rows in itertools.product((-1, 1), FEW_AND_MANY):
+            x = np.full((rows, 256), sign, np.float32)
             reference = product("scalar", case, x, packed=packed)
             code = DOUBLED_FP4[value & 15]
             if kind != "fp4":
