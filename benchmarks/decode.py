@@ -206,11 +206,7 @@ def show_sizes(given: argparse.Namespace, report: Report) -> None:
     """Measure Q4_0 files of larger shapes, and passes of several tokens: v(M) of one token."""
     rows = []
     for shape in ["small"] if given.quick else given.sizes:
-        path, config = given.work / f"{shape}-Q4_0.gguf", random_weights.SHAPES[shape]
-        if not path.exists():
-            partial = path.with_suffix(".partial")
-            random_gguf.write_dense(config, "Q4_0", partial)
-            partial.replace(path)
+        path, config = engines.random_q4_0(given.work, shape), random_weights.SHAPES[shape]
         plan = engines.plan_of(given.threads)
         engine = engines.plain_engine(path, f"edgellm-{given.threads}", plan, "fp16")
         models: Models = {"edgellm": (sys.executable, "edgellm", engine)}

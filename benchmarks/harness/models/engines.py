@@ -15,7 +15,7 @@ from edgellm.export.pipeline.draft import DraftOptions, HeadOptions, export_draf
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint, open_draft
 from edgellm.scripts import smollm2
-from harness.models import checkpoints, random_weights
+from harness.models import checkpoints, random_gguf, random_weights
 from harness.results import ROOT
 
 EAGLE3 = ROOT / "examples" / "smollm2-135m-instruct-eagle3"
@@ -75,11 +75,21 @@ def random_checkpoint(work: Path, shape: str, dtype: str = "F32") -> Path:
     return folder
 
 
+def random_q4_0(work: Path, shape: str) -> Path:
+    """Return a GGUF file of random weights in Q4_0, which is written once."""
+    path = work / f"{shape}-Q4_0.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        random_gguf.write_dense(random_weights.SHAPES[shape], "Q4_0", partial, smollm2.fetch())
+        partial.replace(path)
+    return path
+
+
 def random_drafted_engine(work: Path, shape: str, threads: int) -> Path:
-    """Build an INT4 engine of a shape with an EAGLE3 draft, both of random weights."""
-    folder = work / f"{shape}-eagle3-int4-{threads}"
+    """Build a Q4_0 engine of a shape with an EAGLE3 draft, both of random weights."""
+    folder = work / f"{shape}-eagle3-q4_0-{threads}"
     if not folder.exists():
-        base = random_checkpoint(work, shape, "BF16")
+        base = random_q4_0(work, shape)
         draft = random_weights.write_eagle3(
             random_weights.SHAPES[shape], work / f"{shape}-eagle3-draft"
         )
@@ -90,7 +100,7 @@ def random_drafted_engine(work: Path, shape: str, threads: int) -> Path:
         if not drafted.exists():
             export_draft(open_draft(str(draft)), opened, drafted, DraftOptions("fp16"))
         partial = folder.with_name(f"{folder.name}.partial")
-        plan = plan_of(threads, "int4", max_verify_tree_size=TREE_SIZE)
+        plan = plan_of(threads, max_verify_tree_size=TREE_SIZE)
         build_engine("llm", bundle, partial, plan, "onnxruntime", silent)
         plan = plan_of(threads, "int4", max_draft_tree_size=TREE_SIZE)
         build_engine("draft", drafted, partial, plan, "onnxruntime", silent)

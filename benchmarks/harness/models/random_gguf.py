@@ -149,10 +149,22 @@ def write_gemma4(config: dict[str, Any], tokenizer: Path, kind: str, output: Pat
     _write_tensors(writer, shapes, {**dict.fromkeys(shapes, kind), **tables})
 
 
-def write_dense(config: dict[str, Any], kind: str, path: Path) -> None:
-    """Write a config of `random_weights.SHAPES` of llama or qwen3, in one format or `MIXED`."""
+def write_dense(
+    config: dict[str, Any], kind: str, path: Path, tokenizer: Path | None = None
+) -> None:
+    """Write a config of `random_weights.SHAPES` of llama or qwen3.
+
+    Args:
+        config: of the checkpoint.
+        kind: a format, or `MIXED`.
+        path: the file.
+        tokenizer: see `write`; without one, tokens are words.
+    """
     writer = _begun(path, config["model_type"], config)
-    _add_words(writer, config["vocab_size"])
+    if tokenizer is None:
+        _add_words(writer, config["vocab_size"])
+    else:
+        _add_tokens(writer, tokenizer, config["vocab_size"])
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -355,5 +367,6 @@ def _add_tokens(writer: gguf.GGUFWriter, source: Path, size: int) -> None:
     writer.add_token_list([*tokens, *(f"[unused {number}]" for number in missing)])
     writer.add_token_types([*kinds, *(gguf.TokenType.UNUSED for _ in missing)])
     writer.add_token_merges(fields["tokenizer.ggml.merges"].contents())
+    writer.add_chat_template(fields["tokenizer.chat_template"].contents())
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
