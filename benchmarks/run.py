@@ -33,6 +33,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "speedup --methods plain eagle3 auto --prompts 5 --tokens 96 --engines int8"
         " --temperatures 1 --table speculation-sampling",
         "stages --threads 1 --prompts 5 --methods plain eagle3",
+        "context --engine int8 --threads 1 --prompts 3 --tokens 64 --windows 0 256",
         "simulated --rounds 3",
         "recall --engine int8 --prompts 2 --tokens 96 --threads 1 --ranks 32 64 128 256"
         " --states 3000",

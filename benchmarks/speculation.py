@@ -4,22 +4,26 @@
     python benchmarks/speculation.py speedup --prompts 20     # the first 20 of every set
     python benchmarks/speculation.py speedup --eagle1 DIR --medusa DIR --dflash DIR --dspark DIR
     python benchmarks/speculation.py stages --prompts 5 --threads 1     # milliseconds of a round
+    python benchmarks/speculation.py context --contexts 256 4096 --windows 256  # long prompts
     python benchmarks/speculation.py recall --prompts 3 --ranks 64 128  # of low-rank heads
-    python benchmarks/speculation.py low_rank --prompts 5 --ranks 64 128
+    python benchmarks/speculation.py low_rank --prompts 5 --ranks 64 128 --trained DIR
     python benchmarks/speculation.py simulated --shapes qwen2.5-0.5b 1b     # random weights
 
 All methods run each prompt, and alternate in starting, so that ratios compare the same minutes of
 the machine. In an fp32 engine, the outputs of all methods must be equal. EAGLE-3's draft is that of
 examples/; edgellm-train-draft trains the others. `stages` measures processor time if there is one
-thread. `recall` counts how often low-rank heads retrieve the best tokens of that draft's head, and
-`low_rank` compares their speed with the whole head's. `simulated` runs a base and a draft of random
-weights, and replaces the draft's candidates: with a given probability the first is right, else none
-is.
+thread. `context` puts stories before each prompt, and can give the draft another window. `recall`
+counts how often low-rank heads retrieve the best tokens of that draft's head. `low_rank` compares
+their speed with the whole head's. They are the SVD of the head, or were trained (`--trained`).
+`simulated` runs a base and a draft of random weights, and replaces the draft's candidates: with a
+given probability the first is right, else none is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
@@ -34,6 +38,7 @@ from harness.models.engines import EAGLE3, PRECISIONS, drafted_engine, random_dr
 from harness.models.random_weights import SHAPES
 from harness.results import Report
 
+from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.api.llm import LLM, RequestOutput
 from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.engine import profile
@@ -47,11 +52,12 @@ from edgellm.device_runtime.speculate.policy.static_tree import NAMED
 from edgellm.device_runtime.speculate.shared_passes import Passes
 from edgellm.device_runtime.speculate.tree import CandidatePool
 from edgellm.export.checkpoints.lora_merge import floats
-from edgellm.export.draft_checkpoints.low_rank_head import principal_inputs
+from edgellm.export.draft_checkpoints.low_rank_head import DOWN, UP, principal_inputs
 from edgellm.export.pipeline.open_checkpoint import open_draft
 
 DRAFTS = ("eagle3", "eagle1", "medusa", "dflash", "dspark")
 DRAFT_MODEL = "int4"  # the same base, quantized; there is no smaller SmolLM2
+ROOM = 1024  # tokens of a prompt and its output, after a long context
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +254,64 @@ def _stages(where: list[str], total: Profile) -> list[list[str]]:
     return rows
 
 
+def show_context(given: argparse.Namespace, report: Report) -> None:
+    """Measure trees of 16 nodes after long contexts, which the draft computes whole."""
+    rows: list[list[object]] = []
+    stories = "\n\n".join(reversed(prompts.kinds(quick=given.quick).values()))
+    for window in given.windows or [None]:
+        draft = _windowed(given.work, given.eagle3, window)
+        length = max(given.contexts) + ROOM
+        folder = drafted_engine(given.work, given.engine, given.threads, draft, length=length)
+        shown = open_draft(str(draft)).config.get("sliding_window", "none")
+        whole = mock.patch.object(EagleDrafter, "_skip_what_was_missed")  # also where it cannot pay
+        with whole, LLM(folder, spec=_FIXED) as llm:
+            for count in given.contexts:
+                before = llm.tokenizer.decode(llm.tokenizer.encode_truncated(stories, count))
+                for questions in _sets(given):
+                    found = Tally()
+                    for question in prompts.load(questions)[: given.prompts]:
+                        answer = _answer_after(llm, before, question, given.tokens)
+                        found.add(answer, plain_ms=1.0)
+                    rows.append([shown, count, questions, f"{found.length:.2f}"])
+                    print(*rows[-1], flush=True)
+    columns = ("window of the draft", "tokens before the prompt", "set", "acceptance length")
+    report.add("speculation-context", columns, rows)
+
+
+def _windowed(work: Path, draft: Path, window: int | None) -> Path:
+    """Return a copy of a draft with another window, 0: none; None: the draft itself."""
+    if window is None:
+        return draft
+    folder = work / f"window-{window}" / draft.name
+    shutil.copytree(draft, folder, dirs_exist_ok=True)
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    given = {"sliding_window": window, "use_sliding_window": True}
+    for name in (*given, "layer_types"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config | given if window else config), "utf-8")
+    return folder
+
+
+def _answer_after(llm: LLM, before: str, question: str, tokens: int) -> RequestOutput:
+    """Run one request after a text, whose KV cache is kept for the next."""
+    content = f"{before}\n\n{question}" if before else question
+    text = llm.formatter.format([{"role": "user", "content": content}], {})
+    answer = llm.generate_text(
+        GenerationRequest(
+            text=text,
+            add_special_tokens=False,
+            sampling=SamplingParams(temperature=0.0),
+            max_generate_length=tokens,
+            stop=(),
+            system_prompt="".join(text.partition(before)[:2]) if before else None,
+        )
+    )
+    for _ in answer:
+        pass
+    return answer
+
+
 def show_recall(given: argparse.Namespace, report: Report) -> None:
     """Count the best tokens of the draft's head that low-rank heads retrieve."""
     folder = drafted_engine(given.work, given.engine, given.threads)
@@ -267,29 +331,45 @@ def show_recall(given: argparse.Namespace, report: Report) -> None:
     states = np.concatenate(hidden)[: given.states]
     squares = np.square(states).mean(-1, keepdims=True) + draft.config["rms_norm_eps"]
     states = states / np.sqrt(squares) * norm
+    svd = [("SVD", _svd(head, rank)) for rank in given.ranks]
+    trained = [("trained", _factors(folder)) for folder in given.trained]
     rows = [
-        [str(rank), str(count), *shares]
-        for rank in given.ranks
-        for count, shares in _recall(states, head, rank, given.candidates).items()
+        [kind, str(len(factors[0].T)), str(count), *shares]
+        for kind, factors in (*svd, *trained)
+        for count, shares in _recall(states, head, factors, given.candidates).items()
     ]
-    columns = ("rank", "candidates", "best token", "best 8 tokens", "probability")
+    columns = ("factors", "rank", "candidates", "best token", "best 8 tokens", "probability")
     print(f"{len(states)} draft positions, {len(head)} tokens of {head.shape[1]} numbers")
     report.add("low-rank-recall", columns, rows)
 
 
+def _svd(head: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors [D, R] and [V, R] of a head [V, D] by its SVD."""
+    vectors = principal_inputs(head, rank)
+    return vectors, head @ vectors
+
+
+def _factors(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors [D, R] and [V, R] of a draft with a low-rank head."""
+    tensors = open_draft(str(folder)).tensors
+    return floats(tensors, f"{DOWN}.weight").T, floats(tensors, f"{UP}.weight")
+
+
 def _recall(
-    states: np.ndarray, head: np.ndarray, rank: int, counts: list[int]
+    states: np.ndarray,
+    head: np.ndarray,
+    factors: tuple[np.ndarray, np.ndarray],
+    counts: list[int],
 ) -> dict[int, list[str]]:
-    """Return shares of tokens and probability that the SVD retrieves, by number of candidates.
+    """Return shares of tokens and probability that a low-rank head retrieves, by candidates.
 
     Args:
         states: normed, [N, D].
         head: [V, D].
-        rank: of the SVD.
+        factors: of the low-rank head, [D, R] and [V, R].
         counts: numbers of candidates.
     """
-    vectors = principal_inputs(head, rank)
-    down, up, most = states @ vectors, head @ vectors, max(counts)
+    down, up, most = states @ factors[0], factors[1], max(counts)
     shares = {count: np.zeros(3) for count in counts}
     for begin in range(0, len(states), 256):
         part = slice(begin, begin + 256)
@@ -316,7 +396,11 @@ def show_low_rank(given: argparse.Namespace, report: Report) -> None:
         models = {"plain": LLM(whole), "whole head": LLM(whole, spec=SpecOptions())}
         for rank in given.ranks:
             folder = drafted_engine(given.work, name, given.threads, head_rank=rank)
-            models[f"rank {rank}"] = LLM(folder, spec=SpecOptions())
+            models[f"SVD, rank {rank}"] = LLM(folder, spec=SpecOptions())
+        for draft in given.trained:
+            folder = drafted_engine(given.work, name, given.threads, draft)
+            rank = len(_factors(draft)[0].T)
+            models[f"trained, rank {rank}"] = LLM(folder, spec=SpecOptions())
         for questions in _sets(given):
             loaded = prompts.load(questions)[: given.prompts]
             tallies, differing = measure(models, loaded, given.tokens, given.temperatures[0])
@@ -401,6 +485,7 @@ def show_simulated(given: argparse.Namespace, report: Report) -> None:
 MODES = {
     "speedup": show_speedup,
     "stages": show_stages,
+    "context": show_context,
     "recall": show_recall,
     "low_rank": show_low_rank,
     "simulated": show_simulated,
@@ -415,16 +500,19 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="prompts of each set; default: all")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--engines", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--engine", choices=PRECISIONS, default="int4", help="of `stages`")
+    parser.add_argument("--engine", choices=PRECISIONS, default="int4", help="of `stages` ...")
     parser.add_argument("--sets", nargs="+", choices=prompts.NAMES, default=list(prompts.NAMES))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 4096, 7168])
+    parser.add_argument("--windows", nargs="+", type=int, help="of the draft; default: its own")
+    parser.add_argument("--trained", nargs="+", type=Path, default=[], help="low-rank heads")
     parser.add_argument("--ranks", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--candidates", nargs="+", type=int, default=[32, 128, 512])
     parser.add_argument("--states", type=int, default=4096, help="draft positions of `recall`")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen2.5-0.5b", "1b"])
     parser.add_argument("--rates", nargs="+", type=float, default=[0.6, 0.75, 0.9])
-    command.run(parser, MODES, quick={"prompts": 1, "tokens": 24, "ranks": [64]})
+    command.run(parser, MODES, quick={"prompts": 1, "tokens": 24, "ranks": [64], "contexts": [32]})
 
 
 if __name__ == "__main__":

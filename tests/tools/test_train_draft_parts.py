@@ -35,6 +35,7 @@ from edgellm.tools.train_draft.data.hidden_states import (
     plan,
     row_lengths,
 )
+from edgellm.tools.train_draft.methods import eagle_network
 from edgellm.tools.train_draft.methods.eagle_network import Draft, DraftShape
 from edgellm.tools.train_draft.methods.losses import PIECE, head_loss
 from edgellm.tools.train_draft.train import Trainer
@@ -262,8 +263,9 @@ def _naive_unroll(draft: Draft, taps, embeddings, positions, steps: int) -> torc
 
 
 @pytest.mark.parametrize(("first", "window"), [(0, 0), (4, 0), (0, 3), (4, 5)])
-def test_the_training_time_test_equals_chains_with_explicit_keys(first, window):
-    """A window of 3 ends inside the steps."""
+def test_the_training_time_test_equals_chains_with_explicit_keys(first, window, monkeypatch):
+    """A window of 3 ends inside the steps; two queries attend together."""
+    monkeypatch.setattr(eagle_network, "_CHUNK", 2)
     torch.manual_seed(0)
     draft, steps, rows = Draft(replace(SHAPE, sliding_window=window)), 4, 7
     for name, parameter in draft.named_parameters():

@@ -135,15 +135,30 @@ def _of_rank(head_rank: int | None) -> str:
 
 
 def drafted_engine(
-    work: Path, precision: str, threads: int, draft: Path = EAGLE3, head_rank: int | None = None
+    work: Path,
+    precision: str,
+    threads: int,
+    draft: Path = EAGLE3,
+    head_rank: int | None = None,
+    length: int = CAPACITY,
 ) -> Path:
-    """Build SmolLM2 in one of `PRECISIONS` with a draft; reuse all except the draft."""
+    """Build SmolLM2 in one of `PRECISIONS` with a draft; reuse all except the draft.
+
+    Args:
+        work: folder of the engines.
+        precision: of the base.
+        threads: of the engine.
+        draft: its folder.
+        head_rank: of a low-rank head for the draft.
+        length: of prompt and output; prompts may fill it if it is not the default.
+    """
     name, (stored, quantize) = f"{draft.name}{_of_rank(head_rank)}", PRECISIONS[precision]
-    folder = work / f"{name}-{precision}-{threads}"
+    limits = {} if length == CAPACITY else {"kv_capacity": length, "max_input_len": length}
+    folder = work / f"{name}-{precision}-{threads}{f'-{length}' if limits else ''}"
     if not folder.exists():
-        plan = plan_of(threads, quantize, max_verify_tree_size=TREE_SIZE)
+        plan = plan_of(threads, quantize, max_verify_tree_size=TREE_SIZE, **limits)
         build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", silent)
-    plan = plan_of(threads, max_draft_tree_size=TREE_SIZE)
+    plan = plan_of(threads, max_draft_tree_size=TREE_SIZE, **limits)
     bundle = draft_bundle(work, draft, head_rank)
     build_engine("draft", bundle, folder, plan, "onnxruntime", silent)
     return folder

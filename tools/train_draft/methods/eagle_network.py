@@ -18,6 +18,8 @@ from torch.nn import functional
 from edgellm.export.config.reader import ConfigReader
 from edgellm.export.config.rope import read_rope
 
+_CHUNK = 256  # queries that attend together in a window
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
@@ -258,6 +260,27 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
+    """Attend as `_attend_chunk`; with a window, chunks of queries skip keys before it."""
+    length = query.shape[2]
+    if not window or length <= _CHUNK:
+        return _attend_chunk(query, keys, values, window)
+    newest, step = keys[0].shape[2] - length, len(keys) - 1  # newest: key of the first query
+    mixed = []
+    for begin in range(0, length, _CHUNK):
+        own = slice(begin, begin + _CHUNK)
+        end = newest + min(begin + _CHUNK, length)
+        reached = slice(min(max(newest + begin + step - window + 1, 0), end), end)
+        chunk = (
+            [every[0][:, :, reached], *(later[:, :, own] for later in every[1:])]
+            for every in (keys, values)
+        )
+        mixed.append(_attend_chunk(query[:, :, own], *chunk, window))
+    return torch.cat(mixed, 2)
+
+
+def _attend_chunk(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], window: int
+) -> Tensor:
     """Attend causally to the keys of the first step, and to the token's own key of later steps.
 
     The queries belong to the last tokens. A token of step j is j positions after that of the first
