@@ -211,6 +211,20 @@ def test_memory_outlives_its_views_and_is_freed_in_any_thread(open_gpu):
     assert driver.alive == 0
 
 
+def test_memory_of_a_gpu_that_stopped_stays_allocated(open_gpu, monkeypatch):
+    """Its context can no longer be pushed; attempts to free memory end all the same."""
+    driver = FakeDriver()
+    device = open_gpu(driver)
+    held = [device.allocate(64), device.allocate(64)]
+
+    def fails() -> None:
+        raise device._driver.Error("cuCtxPushCurrent failed")
+
+    monkeypatch.setattr(device, "_context", SimpleNamespace(push=fails))
+    held.clear()
+    assert (driver.alive, len(device._unused)) == (2, 2)
+
+
 @pytest.mark.parametrize(
     "fails_at",
     [
