@@ -274,9 +274,9 @@ def _version(module: str) -> str:
 
 
 def main() -> dict[str, Any]:
-    gc.freeze()  # collections of imported modules would take most of the time
     sys.setdlopenflags(os.RTLD_LAZY)  # see `real_pycuda.py`
     scenario()
+    gc.freeze()  # collections of imported modules would take most of the time
     check_threads()
     check_memory()
     check_rules()

@@ -401,15 +401,22 @@ class CudaDevice:
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Call a function of cuda-python that graphs need; see `_result`."""
-        return _result(name, getattr(self._graphs, name)(*arguments))
+        try:
+            return _result(name, getattr(self._graphs, name)(*arguments))
+        except RuntimeError as error:  # the driver lacks it
+            raise _no_graph(name, error) from None
 
 
 def _result(name: str, answer: tuple[Any, ...]) -> Any:
     """What a function of cuda-python gave, or None; raises `EdgeLLMError` for an error code."""
     status, *found = answer
     if int(status) != 0:
-        raise EdgeLLMError(
-            f"a pass cannot be run as a CUDA graph: {name} gives {status!s}",
-            hint="report it with edgellm-doctor's output",
-        )
+        raise _no_graph(name, status)
     return found[0] if found else None
+
+
+def _no_graph(name: str, reason: object) -> EdgeLLMError:
+    return EdgeLLMError(
+        f"a pass cannot be run as a CUDA graph: {name} gives {reason}",
+        hint="report it with edgellm-doctor's output",
+    )

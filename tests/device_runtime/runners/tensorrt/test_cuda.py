@@ -258,6 +258,27 @@ def test_what_cannot_be_recorded_runs_all_the_same(open_gpu, caplog, fails_at):
     assert "piece by piece" in record.message
 
 
+def test_functions_that_a_driver_lacks_are_reported(caplog):
+    """cuda-python raises a RuntimeError for them, and for a driver that is missing."""
+    driver = FakeDriver()
+    bindings = fake_bindings(driver)
+
+    def lacking(*_: Any) -> None:
+        raise RuntimeError("function is not found")
+
+    calls = PythonBindings(bindings)
+    device = cuda.CudaDevice(calls, bindings, calls.Device(0))
+    bindings.cuGraphInstantiate = lacking
+    device.capture(lambda: None)()
+    assert "cuGraphInstantiate gives function is not found" in caplog.text
+    bindings.cuMemAlloc = bindings.cuMemGetInfo = lacking
+    with pytest.raises(EdgeLLMError, match="cuMemAlloc failed: function is not found"):
+        device.allocate(64)
+    with pytest.raises(EdgeLLMError, match="cuMemGetInfo failed: function is not found"):
+        device.free_bytes()
+    assert not driver.stack
+
+
 def test_memory_is_freed_after_a_capture(open_gpu, caplog):
     """The garbage collector may run meanwhile; a driver refuses to free."""
     driver = FakeDriver()
