@@ -40,6 +40,8 @@ from edgellm.tools.bench.machine import facts
 
 ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 1800  # of a stage
+# PyPI's torch for aarch64 brings 3.3 GB of CUDA packages.
+_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"
 _TESTS_NEED = ("pytest", "hypothesis", "safetensors", "torch", "transformers")
 _MATRIX = (4096, 4096)  # bytes: rows and their size, gathered for the bandwidth
 
@@ -216,7 +218,7 @@ def prove(options: argparse.Namespace) -> list[Stage]:
 def _tests(*, dry: bool) -> tuple[bool, str, dict[str, Any]]:
     """Run the tests of the GPU; fail if all are skipped."""
     if missing := [name for name in _TESTS_NEED if importlib.util.find_spec(name) is None]:
-        return False, f"missing: {', '.join(missing)}; pip install '.[proof]' torch", {}
+        return False, f"missing: {', '.join(missing)}; pip install '.[proof]' && {_TORCH}", {}
     flags = ["--collect-only", "-q"] if dry else ["-rs"]
     words = (sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", *flags)
     passed, said = command(*words)

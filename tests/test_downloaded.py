@@ -26,5 +26,7 @@ def test_a_test_without_its_packages_is_skipped_but_fails_in_ci(monkeypatch, tmp
     monkeypatch.setenv("CI", "1")
     with pytest.raises(pytest.fail.Exception, match=said):
         downloaded.pinned("a package", "one==1")
-    assert len(asked) == 2
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    with pytest.raises(pytest.fail.Exception, match=r"two==2 cannot be downloaded"):
+        downloaded.kept("made", "recipe", lambda work: downloaded.source("two==2", work))
+    assert len(asked) == 3
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"] * 2

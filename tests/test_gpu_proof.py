@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import fake_gpu
 import gpu
@@ -216,9 +217,14 @@ def test_flags_without_effect(monkeypatch, capsys):
 
 
 def test_missing_packages_of_the_tests_are_named(monkeypatch):
+    """With torch for CPUs: PyPI's brings gigabytes of CUDA packages on a board."""
     monkeypatch.setattr(gpu_proof, "_TESTS_NEED", ("pytest", "no_such_package"))
-    found = gpu_proof._tests(dry=False)
-    assert found == (False, "missing: no_such_package; pip install '.[proof]' torch", {})
+    passed, said, _ = gpu_proof._tests(dry=False)
+    missing, _, remedy = said.partition("; ")
+    assert (passed, missing) == (False, "missing: no_such_package")
+    assert "whl/cpu" in remedy
+    page = Path(__file__).parents[1] / "docs" / "gpu-proof.md"
+    assert remedy in page.read_text("utf-8")
 
 
 @pytest.mark.parametrize(("said", "passes"), [("3 passed, 2 skipped", True), ("9 skipped", False)])

@@ -210,15 +210,18 @@ def check_python_plugins() -> dict[str, Any]:
 
 
 def _check_launch(node: Any, inputs: int) -> None:
-    """A pass launches the kernel on TensorRT's stream, in its context."""
+    """A pass launches the kernel on TensorRT's stream, in its context; it can be captured."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.stub_call.restype = ctypes.c_char_p
     described = [trt.PluginTensorDesc() for _ in range(inputs)]
     for each in described:
         each.dims = (1, 5, 8)
+    stream, graph = ctypes.c_void_p(STREAM), ctypes.c_void_p()
     driver.cuCtxPushCurrent_v2(ctypes.c_void_p(CONTEXT))
+    driver.cuStreamBeginCapture_v2(stream, 1)
     node.enqueue(described, [], [1 << 20] * inputs, [1 << 20] * node.num_outputs, 0, STREAM)
     assert driver.stub_call(driver.stub_num_calls() - 1) == b"cuLaunchKernel"
+    assert driver.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
     driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 

@@ -1,11 +1,13 @@
 """What edgellm prints on a board: NVIDIA's real bindings, empty libraries, a driver on the host.
 
-`real_bindings.py` starts it. Files of the board are in a folder; memory and disk are given.
+`real_bindings.py` starts it. Files of the board are in a folder; memory and disk are given. What
+goes to standard error is printed, too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ def main(asked: dict[str, Any]) -> None:
         typer.echo(f"{finding.status:5}  {finding.what}: {finding.found}")
         if finding.remedy:
             typer.echo(f"       remedy: {finding.remedy}")
+    if not asked["bundle"]:
+        return
     resource_estimate.available_memory_bytes = lambda: asked["available_bytes"]
     resource_estimate.free_disk_bytes = lambda _: 50_000_000_000
     try:
@@ -37,4 +41,6 @@ def main(asked: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    os.dup2(1, 2)
+    sys.setdlopenflags(os.RTLD_LAZY)  # see `real_pycuda.py`
     main(json.load(sys.stdin))

@@ -82,6 +82,7 @@ class FakeDriver:
     def _detach(self) -> None:
         self.attached -= 1
         self.release()
+        self.stack.append(1)  # pycuda pushes the context, and does not pop it
 
     def release(self) -> None:
         """Drop a reference of the primary context; the last would destroy it."""
@@ -91,7 +92,7 @@ class FakeDriver:
 
     def warn_if_attached(self) -> None:
         """What pycuda's destructor does after the driver's end."""
-        if self.attached:
+        if self.attached or self.stack:
             sys.stderr.write("PyCUDA WARNING: a clean-up operation failed\n")
 
     def stack_pop(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import downloaded
 import numpy as np
 import pytest
+import real_pycuda
 import stub_cuda
 
 # JetPack 6.1 and 6.2; the first with plugins that bring kernels; JetPack 7.0 and 7.1; 7.2; newer.
@@ -74,6 +75,7 @@ def run(
     version: str = "",
     numpy: str = "2",
     cuda: str = "13",
+    pycuda: str = "",
     is_pips: bool = False,
     variables: Mapping[str, str] | None = None,
 ) -> str:
@@ -85,7 +87,8 @@ def run(
         asked: JSON that it reads from standard input.
         version: of TensorRT's bindings, a key of `EACH_CHANGE` or `NIGHTLY`; "": none.
         numpy: "1", or "2" for the installed one.
-        cuda: of cuda-python, a key of `CUDA_PYTHON`.
+        cuda: of cuda-python, a key of `CUDA_PYTHON`; "": none.
+        pycuda: its release, a key of `real_pycuda.HEADERS`; "": none.
         is_pips: the module `tensorrt` is pip's, which imports the bindings; else JetPack's.
         variables: of its environment.
     """
@@ -95,7 +98,11 @@ def run(
         pytest.skip("not all of these bindings have wheels for this Python")
     if numpy == "2" and np.__version__.startswith("1."):
         pytest.skip("NumPy 1 is installed")
-    paths = [downloaded.pinned(f"cuda-bindings-{cuda}", CUDA_PYTHON[cuda]), *map(Path, sys.path)]
+    paths = [*map(Path, sys.path)]
+    if cuda:
+        paths.insert(0, downloaded.pinned(f"cuda-bindings-{cuda}", CUDA_PYTHON[cuda]))
+    if pycuda:
+        paths.insert(0, real_pycuda.folder(pycuda))
     if numpy == "1":
         paths.insert(0, downloaded.pinned("numpy-1.26", NUMPY_1))
     if version:

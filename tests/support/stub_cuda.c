@@ -1,8 +1,9 @@
-// A CUDA driver on the host's memory, as `libcuda.so.1`, for the real cuda-python.
+// A CUDA driver on the host's memory, as `libcuda.so.1`, for the real cuda-python and pycuda.
 //
 // It is as strict as a driver may be: copies, fills and gathers happen when something waits for
 // them; calls without a current context fail; while a graph is recorded, calls that may not be
-// captured fail and invalidate it. `stub_fail_at` lets one call fail.
+// captured fail and invalidate it. `stub_fail_at` lets one call fail, `stub_stop_at` also all work
+// after it.
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -43,7 +44,7 @@ typedef struct {
 
 static Work queue[MOST_WORK], recorded[MOST_WORK];
 static const char *calls[MOST_CALLS];
-static int num_queued, num_recorded, num_calls, fails_at = -1;
+static int num_queued, num_recorded, num_calls, fails_at = -1, has_stopped, stops;
 static int is_capturing, is_valid;
 static int num_alive, num_retained;
 static __thread int depth;
@@ -51,7 +52,11 @@ static __thread int depth;
 // ------------------------------------------------------------------------------- for the tests
 void stub_fail_at(int call) {
   fails_at = call;
-  num_calls = 0;
+  num_calls = num_queued = has_stopped = stops = 0;
+}
+void stub_stop_at(int call) {
+  stub_fail_at(call);
+  stops = 1;
 }
 int stub_num_calls(void) { return num_calls; }
 const char *stub_call(int index) { return calls[index]; }
@@ -65,7 +70,8 @@ enum { ANYWHERE = 0, IN_CONTEXT = 1, OUTSIDE_CAPTURE = 2 };
 static Status begin(const char *name, int rules) {
   const int at = num_calls++;
   if (at < MOST_CALLS) calls[at] = name;
-  if (at == fails_at) {
+  has_stopped |= stops && at == fails_at;
+  if (at == fails_at || (has_stopped && (rules & IN_CONTEXT))) {
     if (is_capturing) is_valid = 0;
     return LAUNCH_FAILED;
   }
@@ -110,11 +116,20 @@ static Status add(Work work, const void *stream) {
 Status cuInit(unsigned flags) {
   (void)flags;
   BEGIN(ANYWHERE);
+  const char *given = getenv("STUB_INIT");
+  return given ? atoi(given) : SUCCESS;
+}
+Status cuGetErrorString(Status status, const char **text) {
+  (void)status;
+  *text = "a fault of the stub";
   return SUCCESS;
 }
-Status cuDriverGetVersion(int *version) {
+static int driver_version(void) {
   const char *given = getenv("STUB_CUDA");
-  *version = given ? atoi(given) : 13000;
+  return given ? atoi(given) : 13000;
+}
+Status cuDriverGetVersion(int *version) {
+  *version = driver_version();
   return SUCCESS;
 }
 Status cuDeviceGet(int *device, int index) {
@@ -128,12 +143,20 @@ Status cuDeviceGetName(char *name, int size, int device) {
   snprintf(name, (size_t)size, "a stub");
   return SUCCESS;
 }
+static int capability(void) {
+  const char *given = getenv("STUB_SM");
+  return given ? atoi(given) : 110;
+}
 Status cuDeviceGetAttribute(int *value, int attribute, int device) {
   (void)device;
   BEGIN(ANYWHERE);
-  const char *given = getenv("STUB_SM");
-  const int sm = given ? atoi(given) : 110;
-  *value = attribute == 75 ? sm / 10 : attribute == 76 ? sm % 10 : 1;
+  *value = attribute == 75 ? capability() / 10 : attribute == 76 ? capability() % 10 : 1;
+  return SUCCESS;
+}
+Status cuDeviceComputeCapability(int *major, int *minor, int device) {
+  (void)device;
+  BEGIN(ANYWHERE);
+  *major = capability() / 10, *minor = capability() % 10;
   return SUCCESS;
 }
 Status cuDeviceTotalMem_v2(size_t *size, int device) {
@@ -163,10 +186,16 @@ Status cuCtxPushCurrent_v2(void *context) {
   return SUCCESS;
 }
 Status cuCtxPopCurrent_v2(void **context) {
-  BEGIN(IN_CONTEXT);
+  BEGIN(ANYWHERE);
+  if (!depth) return INVALID_CONTEXT;
   depth--;
   *context = CONTEXT;
   return SUCCESS;
+}
+Status cuCtxDetach(void *context) {
+  (void)context;
+  BEGIN(ANYWHERE);
+  return INVALID_CONTEXT;  // of a primary context
 }
 Status cuCtxSynchronize(void) {
   BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
@@ -184,11 +213,18 @@ Status cuMemAlloc_v2(Address *address, size_t size) {
   *address = (Address)(uintptr_t)found;
   return SUCCESS;
 }
-Status cuMemAllocHost_v2(void **address, size_t size) {
-  BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
+static Status pin(void **address, size_t size) {
   if (posix_memalign(address, 4096, size)) return OUT_OF_MEMORY;
   num_alive++;
   return SUCCESS;
+}
+Status cuMemAllocHost_v2(void **address, size_t size) {
+  BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
+  return pin(address, size);
+}
+Status cuMemHostAlloc(void **address, size_t size, unsigned flags) {
+  BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
+  return flags ? NOT_FOUND : pin(address, size);
 }
 static Status release(void *address) {
   wait_for_all();
@@ -263,35 +299,83 @@ Status cuStreamCreate(void **stream, unsigned flags) {
   *stream = STREAM;
   return SUCCESS;
 }
+Status cuStreamDestroy_v2(void *stream) {
+  BEGIN(IN_CONTEXT);
+  return stream == STREAM ? SUCCESS : NOT_FOUND;
+}
 Status cuStreamSynchronize(void *stream) {
   (void)stream;
   BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
   wait_for_all();
   return SUCCESS;
 }
+typedef struct {
+  char name[256];
+  size_t bytes;  // of its arguments
+} Function;
 Status cuModuleLoadData(void **module, const void *text) {
   BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
   *module = strdup(text);
   return SUCCESS;
 }
-Status cuModuleGetFunction(void **function, void *module, const char *name) {
-  BEGIN(IN_CONTEXT);
-  char entry[256];
-  snprintf(entry, sizeof entry, ".entry %s(", name);
-  if (!strstr(module, entry)) return NOT_FOUND;
-  *function = strdup(name);
+Status cuModuleLoadDataEx(void **module, const void *text, unsigned count, const int *options, void **values) {
+  for (unsigned at = 0; at < count; at++) {
+    if (options[at] == 4 || options[at] == 6) values[at] = NULL;  // bytes written to the logs
+  }
+  BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
+  *module = strdup(text);
   return SUCCESS;
 }
-Status cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned block_y,
+Status cuModuleUnload(void *module) {
+  BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
+  free(module);
+  return SUCCESS;
+}
+static size_t argument_bytes(const char *text) {
+  size_t bytes = 0;
+  const char *const end = strchr(text, ')');
+  while ((text = strstr(text, ".param")) && text < end) {
+    text += strcspn(text, "0123456789");  // of the type, .u64
+    const size_t size = strtoul(text, NULL, 10) / 8;
+    bytes = (bytes + size - 1) / size * size + size;
+  }
+  return bytes;
+}
+Status cuModuleGetFunction(void **function, void *module, const char *name) {
+  BEGIN(IN_CONTEXT);
+  char entry[512];
+  snprintf(entry, sizeof entry, ".entry %s(", name);
+  const char *const found = strstr(module, entry);
+  if (!found) return NOT_FOUND;
+  Function *const made = malloc(sizeof *made);
+  snprintf(made->name, sizeof made->name, "%s", name);
+  made->bytes = argument_bytes(found);
+  *function = made;
+  return SUCCESS;
+}
+Status cuFuncSetBlockShape(const Function *function, int x, int y, int z) {
+  (void)function;
+  BEGIN(IN_CONTEXT);
+  return x > 0 && y == 1 && z == 1 ? SUCCESS : NOT_FOUND;
+}
+Status cuLaunchKernel(const Function *function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned block_y,
                       unsigned block_z, unsigned shared, void *stream, void **arguments, void **extra) {
   BEGIN(IN_CONTEXT);
-  if (!x || !y || !z || !threads || block_y != 1 || block_z != 1 || shared > 48 << 10 || extra) return NOT_FOUND;
-  if (strcmp(function, "gather_rows")) return add((Work){.kind = KERNEL}, stream);
+  if (!x || !y || !z || !threads || block_y != 1 || block_z != 1 || shared > 48 << 10) return NOT_FOUND;
+  if (!arguments == !extra) return NOT_FOUND;
+  char *packed = NULL;
+  for (int at = 0; extra && extra[at]; at += 2) {
+    if ((uintptr_t)extra[at] == 1) packed = extra[at + 1];
+    if ((uintptr_t)extra[at] == 2 && *(const size_t *)extra[at + 1] != function->bytes) return NOT_FOUND;
+  }
+  if (strcmp(function->name, "gather_rows")) return add((Work){.kind = KERNEL}, stream);
+  void *places[4];  // all but the last argument have 8 bytes
+  for (int at = 0; at < 4; at++) places[at] = extra ? packed + 8 * at : arguments[at];
   const Work work = {.kind = GATHER,
-                     .target = *(void **)arguments[0],
-                     .source = *(void **)arguments[1],
-                     .rows = *(const int32_t **)arguments[2],
-                     .size = 16 * (size_t) * (const uint32_t *)arguments[3],
+                     .target = *(void **)places[0],
+                     .source = *(void **)places[1],
+                     .rows = *(const int32_t **)places[2],
+                     .size = 16 * (size_t) * (const uint32_t *)places[3],
                      .count = x};
   return add(work, stream);
 }
@@ -337,11 +421,11 @@ Status cuGraphLaunch(const Graph *graph, void *stream) {
 
 // ------------------------------------------------------------------------------ how it is found
 Status cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *found) {
-  (void)version, (void)flags;
+  (void)flags;
   static void *self;
   if (!self) self = dlopen("libcuda.so.1", RTLD_LAZY);
   const char *const endings[] = {"_v2", "", "WithFlags"};
-  for (int at = 0; at < 3; at++) {
+  for (int at = 0; at < 3 && version <= driver_version(); at++) {
     char full[256];
     snprintf(full, sizeof full, "%s%s", name, endings[at]);
     if ((*function = dlsym(self, full))) {

@@ -1,17 +1,20 @@
-"""edgellm's calls of CUDA through the real cuda-python, on the driver of `stub_cuda.c`.
+"""edgellm's calls of CUDA through the real cuda-python or pycuda, on the driver of `stub_cuda.c`.
 
 `test_real_cuda.py` starts it, and reads the results as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import importlib.metadata
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,10 +67,13 @@ def check_copies(device: driver.CudaDevice) -> None:
 def check_capture(device: driver.CudaDevice) -> None:
     """A graph reads its inputs each time it is launched; memory is freed after the capture."""
     memory, host, back = device.allocate(WIDTH), device.pinned(WIDTH), device.pinned(WIDTH)
-    held = [device.allocate(WIDTH)]
+    held, cycle = [device.allocate(WIDTH)], SimpleNamespace(memory=device.allocate(WIDTH))
+    cycle.itself = cycle
+    del cycle
 
     def enqueue() -> None:
         held.clear()
+        gc.collect()
         device.upload(memory.address, host)
         device.download(back, memory.address)
 
@@ -79,10 +85,16 @@ def check_capture(device: driver.CudaDevice) -> None:
         assert (back == value).all()
 
 
+def launch(device: driver.CudaDevice) -> None:
+    kernel = catalog.lay_out(64)
+    kinds = kernel.kernel.signature.values()
+    given = [1 << 40 if kind.startswith("*") else 3 for kind in kinds]
+    device.launch(kernel, (1, 1, 1), given)
+
+
 def check_launch(device: driver.CudaDevice) -> None:
     """A kernel that ships with edgellm is found by its name, and launched."""
-    memory = device.allocate(64)
-    device.launch(catalog.lay_out(64), (1, 1, 1), [memory.address] * 8)
+    launch(device)
     device.synchronize_all()
     assert device.free_bytes() > 0
 
@@ -106,6 +118,48 @@ def scenario() -> None:
     for work in WORK:
         work(device)
     device.close()
+
+
+def drop_contexts() -> None:
+    """Pop contexts off this thread's stack, and off pycuda's."""
+    pycuda = sys.modules.get("pycuda.driver")
+    if pycuda is not None:
+        with contextlib.suppress(pycuda.Error):
+            while STUB.stub_depth():
+                pycuda.Context.pop()
+    while STUB.stub_depth():
+        STUB.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def check_rules() -> None:
+    """Work with calls that may not be captured runs piece by piece, with the same results."""
+    calls: list[Callable[[driver.CudaDevice], object]] = [
+        driver.CudaDevice.synchronize,
+        driver.CudaDevice.synchronize_all,
+        lambda device: device.allocate(WIDTH),
+        lambda device: device.pinned(WIDTH),
+        launch,  # loads a module
+    ]
+    for call in calls:
+        device = new_device()
+        _check_rule(device, call)
+        device.close()
+
+
+def _check_rule(device: driver.CudaDevice, call: Callable[[driver.CudaDevice], object]) -> None:
+    memory, host, back = device.allocate(WIDTH), device.pinned(WIDTH), device.pinned(WIDTH)
+
+    def enqueue() -> None:
+        device.upload(memory.address, host)
+        call(device)
+        device.download(back, memory.address)
+
+    host[:] = 3
+    replay = device.capture(enqueue)
+    assert replay is enqueue, "the driver of the test rejects it"
+    replay()
+    device.synchronize()
+    assert (back == 3).all()
 
 
 def check_threads() -> None:
@@ -132,7 +186,7 @@ def check_threads() -> None:
 
 
 def check_memory() -> None:
-    """All memory but that of indices is freed when its owners are gone."""
+    """All memory but that of indices is freed when its owners are gone, outside captures."""
     device = new_device()
     gc.collect()
     before = STUB.stub_alive()
@@ -140,6 +194,7 @@ def check_memory() -> None:
         work(device)
     gc.collect()
     assert STUB.stub_alive() == before + 2
+    assert device._can_capture, "nothing invalidated the graph"
 
 
 def check_kernels() -> int:
@@ -155,29 +210,45 @@ def check_kernels() -> int:
 def failures(work: Callable[[], None]) -> tuple[int, list[str]]:
     """The number of calls, and what goes wrong if one of them fails, for each of them.
 
-    An error is one of edgellm's with a hint, or the work ends as if nothing had failed. The
-    thread's stack of contexts is empty afterwards, unless the pop itself failed.
+    Either this call fails alone, or the GPU stops there. An error is one of edgellm's with a
+    hint, or the work ends as if nothing had failed. The thread's stack of contexts is empty
+    afterwards, unless the pop itself failed.
     """
     STUB.stub_fail_at(-1)
     work()
     names = [STUB.stub_call(at).decode() for at in range(STUB.stub_num_calls())]
     found = []
     for at, name in enumerate(names):
-        STUB.stub_fail_at(at)
-        try:
-            work()
-        except EdgeLLMError as error:
-            if not error.hint or name.removesuffix("_v2") not in str(error):
-                found.append(f"{at} {name}: {error} ({error.hint})")
-        except Exception as error:  # noqa: BLE001
-            found.append(f"{at} {name}: {type(error).__name__}: {error}")
-        STUB.stub_fail_at(-1)
-        if STUB.stub_depth() and name != "cuCtxPopCurrent_v2":
-            found.append(f"{at} {name}: a context is left")
-        while STUB.stub_depth():
-            STUB.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
-        gc.collect()
+        for is_alone in (True, False):
+            (STUB.stub_fail_at if is_alone else STUB.stub_stop_at)(at)
+            fault = _fault(work, name, is_alone=is_alone)
+            STUB.stub_fail_at(-1)
+            if fault:
+                found.append(f"{at} {name}: {fault}")
+            drop_contexts()
+            gc.collect()
     return len(names), found
+
+
+def _fault(work: Callable[[], None], name: str, *, is_alone: bool) -> str:
+    """What is wrong with the end of some work; "" if nothing.
+
+    Args:
+        work: of which a call fails.
+        name: of the call.
+        is_alone: the others do not fail, so the error names this one.
+    """
+    try:
+        work()
+    except EdgeLLMError as error:
+        if not error.hint or (is_alone and name.removesuffix("_v2") not in str(error)):
+            return f"{error} ({error.hint})"
+        left = STUB.stub_depth()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    else:
+        left = STUB.stub_depth()
+    return "a context is left" if left and name != "cuCtxPopCurrent_v2" else ""
 
 
 def launch_a_kernel() -> None:
@@ -198,14 +269,21 @@ def read_machine() -> None:
     assert (gpu.name(), gpu.memory_bytes()) == ("a stub", 128 << 30)
 
 
+def _version(module: str) -> str:
+    return importlib.metadata.version(module) if module in sys.modules else ""
+
+
 def main() -> dict[str, Any]:
-    gc.freeze()  # collections of imported modules would take most of the time
+    sys.setdlopenflags(os.RTLD_LAZY)  # see `real_pycuda.py`
     scenario()
+    gc.freeze()  # collections of imported modules would take most of the time
     check_threads()
     check_memory()
+    check_rules()
     works = {"device": scenario, "plugin": launch_a_kernel, "machine": read_machine}
     found = {name: failures(work) for name, work in works.items()}
     return {
+        "pycuda": _version("pycuda"),
         "kernels": check_kernels(),
         "calls": {name: calls for name, (calls, _) in found.items()},
         "failures": {name: faults for name, (_, faults) in found.items()},

@@ -121,16 +121,17 @@ def bundle(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def printed_by(bundle, tmp_path_factory) -> Callable[[str], str]:
+def printed_by(tmp_path_factory) -> Callable[..., str]:
     libraries = real_bindings.make_libraries(tmp_path_factory.mktemp("libraries"))
 
-    def ask(name: str) -> str:
+    def ask(name: str, bundle: Path | None = None, *, init: int = 0, **packages: str) -> str:
+        """What the doctor prints, and a dry run of a bundle; `init`: the driver's first status."""
         board, folder = BOARDS[name], tmp_path_factory.mktemp("board")
         write_board(board, folder)
         asked = {
             "root": str(folder),
             "programs": str(folder / "bin"),
-            "bundle": str(bundle),
+            "bundle": bundle and str(bundle),
             "available_bytes": 200_000_000 if board.gib == 8 else board.gib << 30,
             "flags": [*FLAGS.split()],
         }
@@ -140,8 +141,9 @@ def printed_by(bundle, tmp_path_factory) -> Callable[[str], str]:
             asked,
             version=board.tensorrt,
             numpy=board.numpy,
-            cuda=board.cuda[:2],
+            **{"cuda": board.cuda[:2], **packages},
             variables={
+                "STUB_INIT": str(init),
                 "STUB_SM": str(board.sm),
                 "STUB_CUDA": board.cuda,
                 "STUB_GIB": str(board.gib),
@@ -189,8 +191,8 @@ def _without_numbers(text: str) -> str:
 
 @pytest.mark.each_change("Orin Nano, JetPack 6.2", "DGX Spark")
 @pytest.mark.parametrize("name", BOARDS)
-def test_the_page_shows_what_is_printed(printed_by, name):
-    printed = {_without_numbers(line) for line in printed_by(name).splitlines()}
+def test_the_page_shows_what_is_printed(printed_by, bundle, name):
+    printed = {_without_numbers(line) for line in printed_by(name, bundle).splitlines()}
     shown = _documented()[name]
     assert shown
     assert [line for line in shown if _without_numbers(line) not in printed] == []
@@ -209,3 +211,38 @@ def test_the_page_shows_what_a_transfer_prints(bundle, tmp_path):
 
 def test_every_block_is_of_a_board():
     assert {*_documented()} == {*BOARDS, TRANSFER}
+
+
+@pytest.mark.parametrize(
+    ("name", "packages", "expected"),
+    [
+        (
+            "Thor, JetPack 7.2",
+            {"pycuda": "2026.1"},
+            ("ok     GPU kernels: a kernel runs; engines run through pycuda and cuda-python",),
+        ),
+        (
+            "Thor, JetPack 7.2",
+            {"cuda": ""},
+            (
+                "note   GPU kernels: engines can be built, but not run: cuda-python is not usable",
+                "       remedy: pip install cuda-python",
+            ),
+        ),
+        (
+            "Thor, JetPack 7.2",
+            {"init": 999},
+            (
+                "fault  driver: the NVIDIA driver fails: cuInit gives 999",
+                "       remedy: add the user",
+            ),
+        ),
+    ],
+    ids=["pycuda", "no cuda-python", "a driver that fails"],
+)
+def test_the_doctor_runs_a_kernel(printed_by, name, packages, expected):
+    """Or it names the package that is missing; the process ends without pycuda's warnings."""
+    lines = printed_by(name, **packages).splitlines()
+    for each in expected:
+        assert any(line.startswith(each) for line in lines), lines
+    assert not any("PyCUDA" in line for line in lines)

@@ -9,14 +9,17 @@ import types
 from pathlib import Path
 
 import pytest
+from fake_cuda import FakeDriver, fake_graphs
 from plugin_stub import library
 
 from edgellm.build import resource_estimate
 from edgellm.build.tensorrt.lowering import cache_plan
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider as cuda
+from edgellm.device_runtime.runners.tensorrt.cuda.driver import CudaDevice
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
-from edgellm.tools.doctor import checks, jetpack
+from edgellm.tools.doctor import checks, gpu_kernel, jetpack
+from edgellm.tools.doctor import machine as doctor_machine
 from edgellm.tools.doctor.checks import FAULT, NOTE, OK, Finding, examine
 from edgellm.tools.doctor.fit import examine_bundle
 from edgellm.tools.doctor.machine import Machine
@@ -192,6 +195,7 @@ def test_a_board_without_cuda_python_or_whole_attributes_gets_the_remedy(machine
     trt.__version__ = "10.13.3.9"
     monkeypatch.setattr(trt_import, "find_library", lambda: trt_import.Library(trt, False))
     monkeypatch.setattr(checks.gpu, "compute_capability", lambda: 110)
+    monkeypatch.setattr(gpu_kernel, "run", lambda: None)
     for name in ("pycuda", "pycuda.driver", "cuda", "cuda.bindings", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     (found,) = _found(machine({}), "--backend tensorrt")
@@ -203,9 +207,11 @@ def test_a_board_without_cuda_python_or_whole_attributes_gets_the_remedy(machine
     with monkeypatch.context() as without:
         for module in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
             without.setitem(sys.modules, module, None)
-        (found,) = _found(machine({}), "--backend tensorrt")
-    assert (found.status, found.remedy.startswith("pip install cuda-python")) == (NOTE, True)
-    assert "can be built, but not run: cuda-python is not usable here" in found.found
+        findings = [*_found(machine({}), "GPU kernels"), *_found(machine({}), "--backend tensorrt")]
+    for found in findings:
+        assert (found.status, found.remedy.startswith("pip install cuda-python")) == (NOTE, True)
+        assert "can be built, but not run: cuda-python is not usable here" in found.found
+    assert len(findings) == 2
     trt = library(repeats=True)
     trt.__version__ = "10.13.3.9"
     (found,) = _found(machine({}), "--backend tensorrt")
@@ -219,6 +225,58 @@ def test_a_driver_that_fails_is_a_fault(machine, monkeypatch):
     monkeypatch.setattr(checks.gpu, "compute_capability", fails)
     (driver,) = _found(machine({}), "driver")
     assert (driver.status, driver.remedy) == (FAULT, "groups")
+    here = machine(dict.fromkeys(["dev/nvmap", "dev/nvgpu/igpu0/ctrl", "dev/nvidia0"], ""))
+    (here.root / "dev/nvidia0").chmod(0o600)
+    for name in ("dev/nvmap", "dev/nvgpu/igpu0/ctrl"):
+        (here.root / name).chmod(0o660)
+    (driver,) = _found(here, "driver")
+    assert driver.remedy == "groups"
+    monkeypatch.setattr(doctor_machine.os, "access", lambda *_: False)
+    (driver,) = _found(here, "driver")
+    assert driver.found.endswith("999; this user may not open /dev/nvgpu/igpu0/ctrl and 1 more")
+    group = (here.root / "dev/nvmap").group()
+    assert driver.remedy == f"sudo usermod -aG {group} $USER, and log in again"
+
+
+def _device_of_a_fake() -> CudaDevice:
+    """A GPU that computes nothing."""
+    driver = FakeDriver()
+    return CudaDevice(driver, fake_graphs(driver), driver.Device(0))
+
+
+def _device_of_an_older_driver() -> CudaDevice:
+    raise EdgeLLMError("the NVIDIA driver does not work", hint="edgellm-doctor says more")
+
+
+@pytest.mark.parametrize(
+    ("open_device", "cuda_version", "found", "remedy"),
+    [
+        (
+            _device_of_a_fake,
+            (13, 0),
+            "a kernel that copies rows on the GPU gives wrong rows",
+            "restart",
+        ),
+        (_device_of_an_older_driver, (13, 0), "the NVIDIA driver does not work", "restart"),
+        (
+            _device_of_an_older_driver,
+            (12, 6),
+            "the NVIDIA driver does not work",
+            "pip install 'cuda-python<13', since the driver's CUDA is 12.6",
+        ),
+    ],
+)
+def test_a_gpu_that_runs_no_kernel_is_a_fault(
+    monkeypatch, open_device, cuda_version, found, remedy
+):
+    monkeypatch.setattr(checks.gpu, "compute_capability", lambda: 110)
+    monkeypatch.setattr(checks.gpu, "driver_cuda", lambda: cuda_version)
+    monkeypatch.setattr(checks, "_require_bindings", lambda: "")
+    monkeypatch.setattr(checks, "_version", lambda _: "13.5.0")
+    monkeypatch.setattr(gpu_kernel, "open_device", open_device)
+    (kernels,) = checks._gpu_kernels()
+    assert (kernels.status, kernels.found) == (FAULT, found)
+    assert kernels.remedy.startswith(remedy)
 
 
 def test_packages_and_backends_are_checked(machine, monkeypatch):

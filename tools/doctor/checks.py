@@ -41,7 +41,8 @@ class Finding:
 def examine(machine: Machine) -> Iterator[Finding]:
     """Yield all findings; checks come after those that they depend on."""
     yield from _gpu(machine)
-    yield from _driver()
+    yield from _driver(machine)
+    yield from _gpu_kernels()
     yield from _jetpack(machine)
     yield from _cuda(machine)
     yield from _memory(machine)
@@ -97,12 +98,50 @@ def _is_jetson(machine: Machine) -> bool:
     return machine.read("etc/nv_tegra_release") is not None
 
 
-def _driver() -> Iterator[Finding]:
+def _driver(machine: Machine) -> Iterator[Finding]:
     """Report a driver that fails for this user; boards have no nvidia-smi."""
     try:
         gpu.compute_capability()
     except EdgeLLMError as error:
-        yield Finding(what="driver", status=FAULT, found=str(error), remedy=error.hint)
+        found, remedy, closed = str(error), error.hint, machine.closed_devices()
+        if closed:
+            more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
+            found += f"; this user may not open {min(closed)}{more}"
+            groups = ",".join(sorted({*closed.values()}))
+            remedy = f"sudo usermod -aG {groups} $USER, and log in again"
+        yield Finding(what="driver", status=FAULT, found=found, remedy=remedy)
+
+
+def _gpu_kernels() -> Iterator[Finding]:
+    """Report whether the GPU can be opened and runs a kernel."""
+    from edgellm.tools.doctor import gpu_kernel
+
+    what, status = "GPU kernels", NOTE
+    try:
+        if gpu.compute_capability() is None:
+            return
+    except EdgeLLMError:  # see `_driver`
+        return
+    try:
+        packages = _require_bindings()
+        status = FAULT
+        gpu_kernel.run()
+    except EdgeLLMError as error:
+        is_circular = "edgellm-doctor" in error.hint
+        remedy = _remedy_of_the_driver() if is_circular else error.hint
+        yield Finding(what=what, status=status, found=str(error), remedy=remedy)
+    else:
+        yield Finding(what=what, status=OK, found=f"a kernel runs; {packages}")
+
+
+def _remedy_of_the_driver() -> str:
+    cuda, bindings = gpu.driver_cuda(), _version("cuda-bindings")
+    if cuda is not None and bindings is not None and int(bindings.split(".")[0]) > cuda[0]:
+        return (
+            f"pip install 'cuda-python<{cuda[0] + 1}', since the driver's CUDA is "
+            f"{cuda[0]}.{cuda[1]}; or install a newer NVIDIA driver"
+        )
+    return "restart the machine; if it stays, install the NVIDIA driver again"
 
 
 def _jetpack(machine: Machine) -> Iterator[Finding]:

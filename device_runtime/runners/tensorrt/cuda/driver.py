@@ -119,10 +119,15 @@ class CudaDevice:
         """Make a stream in the primary context."""
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
         self._context, self._thread = gpu.retain_primary_context(), _Thread()
+        self._opener = threading.get_ident()
         self._can_capture, self._is_capturing, self._is_closed = True, False, False
         self._unused: deque[Any] = deque()  # allocations to be freed
-        with self.current():
-            self._open()
+        try:
+            with self.current():
+                self._open()
+        except EdgeLLMError:
+            self.close()  # pycuda's destructor would warn
+            raise
 
     def _open(self) -> None:
         # The legacy stream waits for no work of this stream, and this one for none of its.
@@ -151,14 +156,18 @@ class CudaDevice:
             raise _stopped(error) from None
 
     def close(self) -> None:
-        """Detach pycuda from the context at the process's end; later it warns that it cannot.
+        """Detach pycuda from the context, which warns that it cannot when it is destroyed.
 
         The driver keeps the primary context: objects of TensorRT may be destroyed after this.
         """
         self._is_closed = True
         with contextlib.suppress(DriverError, self._driver.Error):
-            PythonBindings(self._graphs).Device(0).retain_primary_context()
+            bindings = PythonBindings(self._graphs)
+            bindings.Device(0).retain_primary_context()
             self._context.detach()
+            is_pycuda = not isinstance(self._driver, PythonBindings)
+            if is_pycuda and threading.get_ident() == self._opener:
+                bindings.ask("cuCtxPopCurrent")  # pycuda pushes the context to release it
 
     def _free(self, allocation: Any) -> None:
         if not (self._is_closed or sys.is_finalizing()):  # then the driver frees what there is
@@ -167,13 +176,11 @@ class CudaDevice:
 
     def _free_unused(self) -> None:
         """Free memory without an owner; during a capture this would invalidate the graph."""
-        while self._unused and not self._is_capturing:
-            # Another thread may take it; a GPU that stopped fails at its next work, too.
-            with (
-                contextlib.suppress(IndexError, EdgeLLMError, self._driver.Error),
-                self.current(),
-            ):
-                self._unused.popleft().free()
+        # Another thread may take it; a GPU that stopped fails at its next work, too.
+        with contextlib.suppress(IndexError, EdgeLLMError, self._driver.Error):
+            while self._unused and not self._is_capturing:
+                with self.current():
+                    self._unused.popleft().free()
 
     def _freed_with(self, owner: Any, allocation: Any) -> None:
         """In whatever thread the owner goes."""
@@ -394,15 +401,22 @@ class CudaDevice:
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Call a function of cuda-python that graphs need; see `_result`."""
-        return _result(name, getattr(self._graphs, name)(*arguments))
+        try:
+            return _result(name, getattr(self._graphs, name)(*arguments))
+        except RuntimeError as error:  # the driver lacks it
+            raise _no_graph(name, error) from None
 
 
 def _result(name: str, answer: tuple[Any, ...]) -> Any:
     """What a function of cuda-python gave, or None; raises `EdgeLLMError` for an error code."""
     status, *found = answer
     if int(status) != 0:
-        raise EdgeLLMError(
-            f"a pass cannot be run as a CUDA graph: {name} gives {status!s}",
-            hint="report it with edgellm-doctor's output",
-        )
+        raise _no_graph(name, status)
     return found[0] if found else None
+
+
+def _no_graph(name: str, reason: object) -> EdgeLLMError:
+    return EdgeLLMError(
+        f"a pass cannot be run as a CUDA graph: {name} gives {reason}",
+        hint="report it with edgellm-doctor's output",
+    )

@@ -44,11 +44,18 @@ class PythonBindings:
         Raises:
             DriverError: the function failed.
         """
-        status, *found = getattr(self._cuda, name)(*arguments)
+        found = self._results(name, *arguments)
+        return found[0] if found else None
+
+    def _results(self, name: str, *arguments: Any) -> list[Any]:
+        try:
+            status, *found = getattr(self._cuda, name)(*arguments)
+        except RuntimeError as error:  # there is no driver, or it lacks the function
+            raise DriverError(f"{name} failed: {error}") from None
         if int(status):
             kind = DriverMemoryError if int(status) == _OUT_OF_MEMORY else DriverError
             raise kind(f"{name} failed: {status!s}")
-        return found[0] if found else None
+        return found
 
     def init(self) -> None:
         """Initialize the driver."""
@@ -81,10 +88,8 @@ class PythonBindings:
 
     def mem_get_info(self) -> tuple[int, int]:
         """Free and total bytes of the GPU."""
-        status, *found = self._cuda.cuMemGetInfo()
-        if int(status):
-            raise DriverError(f"cuMemGetInfo failed: {status!s}")
-        return int(found[0]), int(found[1])
+        free, total = self._results("cuMemGetInfo")
+        return int(free), int(total)
 
     def pagelocked_empty(self, num_bytes: int, dtype: Any) -> NDArray[Any]:
         """Pinned memory of the host; the array's base frees it."""

@@ -211,6 +211,20 @@ def test_memory_outlives_its_views_and_is_freed_in_any_thread(open_gpu):
     assert driver.alive == 0
 
 
+def test_memory_of_a_gpu_that_stopped_stays_allocated(open_gpu, monkeypatch):
+    """Its context can no longer be pushed; attempts to free memory end all the same."""
+    driver = FakeDriver()
+    device = open_gpu(driver)
+    held = [device.allocate(64), device.allocate(64)]
+
+    def fails() -> None:
+        raise device._driver.Error("cuCtxPushCurrent failed")
+
+    monkeypatch.setattr(device, "_context", SimpleNamespace(push=fails))
+    held.clear()
+    assert (driver.alive, len(device._unused)) == (2, 2)
+
+
 @pytest.mark.parametrize(
     "fails_at",
     [
@@ -242,6 +256,27 @@ def test_what_cannot_be_recorded_runs_all_the_same(open_gpu, caplog, fails_at):
     assert "cuGraphLaunch" not in {name for name, _ in driver.calls}
     (record,) = caplog.records  # one warning
     assert "piece by piece" in record.message
+
+
+def test_functions_that_a_driver_lacks_are_reported(caplog):
+    """cuda-python raises a RuntimeError for them, and for a driver that is missing."""
+    driver = FakeDriver()
+    bindings = fake_bindings(driver)
+
+    def lacking(*_: Any) -> None:
+        raise RuntimeError("function is not found")
+
+    calls = PythonBindings(bindings)
+    device = cuda.CudaDevice(calls, bindings, calls.Device(0))
+    bindings.cuGraphInstantiate = lacking
+    device.capture(lambda: None)()
+    assert "cuGraphInstantiate gives function is not found" in caplog.text
+    bindings.cuMemAlloc = bindings.cuMemGetInfo = lacking
+    with pytest.raises(EdgeLLMError, match="cuMemAlloc failed: function is not found"):
+        device.allocate(64)
+    with pytest.raises(EdgeLLMError, match="cuMemGetInfo failed: function is not found"):
+        device.free_bytes()
+    assert not driver.stack
 
 
 def test_memory_is_freed_after_a_capture(open_gpu, caplog):
