@@ -85,7 +85,7 @@ def ask(tmp_path_factory) -> Ask:
 
 
 def attributes_of_nodes(folder: Path) -> dict[str, list[str]]:
-    """Attributes of all nodes of hybrids and mixtures, by plugins, as TensorRT's parser reads them."""
+    """Attributes of all nodes of hybrids and mixtures, by plugins, as the parser reads them."""
     found: dict[str, list[str]] = {plugin.name: [] for plugin in kernel_nodes.PLUGINS}
     for model_type in NETWORKS:
         bundle = two_layer_bundle(folder / model_type, model_type)
@@ -163,7 +163,7 @@ def test_attributes_of_plugins_are_those_that_were_given(ask, version, numpy):
 
 @every_version
 def test_each_layer_keeps_its_own_attribute(ask, version, numpy):
-    """Of 40 layers and of whole networks, from the graph to a plan, and to a context before 10.9."""
+    """Of 40 layers and of networks, from the graph to a plan, and before 10.9 to a context."""
     found = ask(version, numpy)["plugins"]
     if _repeats(version, numpy):
         assert "change attributes of plugins" in found["error"]

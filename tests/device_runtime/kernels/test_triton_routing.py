@@ -47,7 +47,7 @@ LAYERS = {
     "gemma4_text": 8,
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
-    "gemma4_text": GEMMA4_EXPERTS,
+    "gemma4_text": {key: each for key, each in GEMMA4_EXPERTS.items() if key != "model_type"},
     "laguna": {"moe_routed_scaling_factor": 1.0},  # not of transformers' router
     "nemotron_h": {"layers_block_type": models.find("nemotron_h").TINY["layers_block_type"][2::-1]},
 }
@@ -86,7 +86,7 @@ def expected_routing(
     seen: list[Any] = []
     router.register_forward_hook(lambda _, given, found: seen.append((given[0], found)))
     if hasattr(router, "proj"):  # Gemma 4 normalizes its input
-        router.proj.register_forward_hook(lambda _, given, found: seen.append(found))
+        router.proj.register_forward_hook(lambda *given: seen.append(given[-1]))
     tokens = torch.from_numpy(np.random.default_rng(1).integers(3, vocab_size, (1, ROWS)))
     with torch.no_grad():
         model(tokens)
@@ -220,8 +220,8 @@ def test_a_row_of_nans_chooses_different_experts():
     ids, _ = route(launch, node, logits, [logits] * 3)
     for row in ids:
         assert len({*row.tolist()}) == 6
-        assert (0 <= row).all()
-        assert (row < EXPERTS).all()
+        assert row.min() >= 0
+        assert row.max() < EXPERTS
 
 
 def test_what_the_kernel_does_not_support_stays_a_function():
