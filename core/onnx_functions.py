@@ -6,6 +6,7 @@ Their domain is `FUNCTIONS`; their bodies are plain ONNX
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 FUNCTIONS = "edgellm"
@@ -37,6 +38,7 @@ ROUND_INPUT = "RoundInput"  # x, scale, zero point
 ROUND_INPUT_FP4 = "RoundInputFp4"  # x, global scale
 SMOOTH_INPUT = "SmoothInput"  # x, factors [in]
 ROUTER = "Router"  # x, weight [experts, in]; never rounded
+ROUTING = "Routing"  # logits and K to experts and their shares, see RoutingForm
 # x, ids and weights of the chosen experts, then gate, up and down projections of all experts (as
 # in the four kinds of linear layers, with the experts as first axis), and their biases.
 EXPERTS = "Experts"
@@ -94,6 +96,62 @@ class PackedCodes:
     def has_signs(self) -> bool:
         """Whether the values are INT8, not UINT8."""
         return self.is_signed or self.by_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingForm:
+    """Steps of ROUTING, in their order.
+
+    Attributes:
+        offset: a number of each expert is added to its logit.
+        capped: a soft cap of the logits, tanh(logit / cap) * cap.
+        sigmoid: shares are the sigmoid of the logits, else their softmax.
+        biased: experts are chosen by their shares plus a bias, else by their shares.
+        normalized: the shares of chosen experts are divided by their sum.
+        bounded: the sum is at least `smallest_sum`.
+        padded: `added` is added to the sum.
+        scaled: shares are multiplied by `scale`.
+        cast: shares get the type `to`, else they stay float32.
+        weighted: shares are multiplied by a factor of each expert.
+    """
+
+    offset: bool = False
+    capped: bool = False
+    sigmoid: bool = False
+    biased: bool = False
+    normalized: bool = False
+    bounded: bool = False
+    padded: bool = False
+    scaled: bool = False
+    cast: bool = False
+    weighted: bool = False
+
+    @classmethod
+    def of(cls, function: str) -> RoutingForm | None:
+        """The form of a function; None: it has unknown steps, or is none of ROUTING."""
+        steps = {step.capitalize(): step for step in cls.__slots__}
+        words = re.findall("[A-Z][a-z]+", function.removeprefix(ROUTING))
+        form = cls(**{steps[word]: True for word in words if word in steps})
+        return form if form.function == function else None
+
+    @property
+    def function(self) -> str:
+        """The model-local function with these steps."""
+        steps = (step for step in self.__slots__ if getattr(self, step))
+        return ROUTING + "".join(step.capitalize() for step in steps)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Inputs after the logits and K, float32 [experts]; factors have the type of shares."""
+        found = {"offsets": self.offset, "bias": self.biased, "factors": self.weighted}
+        return tuple(name for name, is_given in found.items() if is_given)
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """Attributes with floats."""
+        found = {"cap": self.capped, "smallest_sum": self.bounded}
+        found |= {"added": self.padded, "scale": self.scaled}
+        return tuple(name for name, is_given in found.items() if is_given)
 
 
 _ALL = [

@@ -37,6 +37,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
 _PACKAGE = "edgellm.device_runtime.kernels.triton"
 _POINTER_BYTES = 16  # alignment
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
+_WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32")
 _PAIR_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x8,")
 _CODE_BITS = {"fp16": 16, "int4": 4, "fp4": 4}  # of weights of experts, else 8
 
@@ -168,7 +169,7 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
     for unit in ("wgmma", "tcgen05"):  # these matrix units need other memory than mma.sync
         found += [f"{unit} in the text"] * (unit in ptx.text)
     if variant.kernel.name in ("delta_rows", "advance_state"):
-        wide, wanted = 16 * ptx.text.count("ld.global.v4.b32"), _state_bytes(variant)
+        wide, wanted = 16 * len(_wide_reads(variant).findall(ptx.text)), _state_bytes(variant)
         if wide < wanted:
             found.append(f"a thread reads {wide} bytes 16 at a time, not {wanted}")
     if variant.kernel.name in ("expert_gates", "expert_downs"):
@@ -182,10 +183,22 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
     return found
 
 
+def _wide_reads(variant: Variant) -> re.Pattern[str]:
+    """Return what a step of a recurrent layer reads 16 bytes with; `delta_rows` copies ahead."""
+    return _WIDE_COPY if variant.kernel.name == "delta_rows" else _WIDE_LOAD
+
+
 def _state_bytes(variant: Variant) -> int:
-    """Return the bytes of a recurrent state that a thread reads."""
-    constants = variant.constants
-    return 4 * int(constants["D"]) * int(constants["VALUES"]) // (32 * variant.warps)
+    """Return the bytes of a recurrent state that a thread reads in a step.
+
+    The code of `delta_rows` has a step twice, before the loop and in it, with queries, and with
+    keys where products have them.
+    """
+    constants, threads = variant.constants, 32 * variant.warps
+    keys, values, rows = (int(constants[name]) for name in ("KEYS", "VALUES", "ROWS"))
+    if variant.kernel.name != "delta_rows":
+        return 4 * keys * values // threads
+    return 2 * 4 * keys * (values + rows * (1 + bool(constants["TAKES"]))) // threads
 
 
 def _expert_copies(variant: Variant) -> tuple[int, int]:

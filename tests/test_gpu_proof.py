@@ -110,7 +110,7 @@ def test_recurrent_layers_are_checked_on_the_fake_gpu(monkeypatch):
 def test_experts_are_checked_on_the_fake_gpu(monkeypatch):
     sizes = experts.Sizes.small()
     found = experts.check_experts(FakeDevice(), sizes)
-    names = "group_rows", "expert_gates", "expert_downs", "sum_experts"
+    names = "route_rows", "group_rows", "expert_gates", "expert_downs", "sum_experts"
     cases = [f"{codes}_{rows}" for codes in ("fp16", "int4", "fp4") for rows in sizes.rows]
     assert {f"{name}_{case}_us" for name in names for case in cases} < found.keys()
     for broken in names:

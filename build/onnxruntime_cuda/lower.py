@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from edgellm.build.lowering.contrib_ops import (
     bind_capacity,
@@ -101,6 +102,8 @@ def lower_for_cuda(
     lower_norms(graph)
     lower_activations(graph)
     finish(model)
+    # Constants are no kernels of a GPU.
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     model.graph.sort()  # a norm that took over an addition may stand after its readers
     keep_apart(model.graph, weights)
     check_kernels(model)

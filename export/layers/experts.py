@@ -6,6 +6,7 @@ Shapes: S tokens, H hidden size, E experts, K chosen experts, I intermediate siz
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.errors import UnsupportedModelError
+from edgellm.core.onnx_functions import RoutingForm
 from edgellm.export.checkpoints.experts.weights import Operand, Stack
 from edgellm.export.checkpoints.quantized_weight import BlockFactors
 from edgellm.export.checkpoints.weights import Weights
@@ -22,6 +24,7 @@ from edgellm.export.layers.mlp import MLP
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import call
 from edgellm.export.onnx.functions.experts import LARGEST, experts, router
+from edgellm.export.onnx.functions.experts import routing as routing_function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,15 @@ NO_ROUTING = Routing(experts=1, top_k=1, size=1)  # of an unread config
 
 
 class Router:
-    """Softmax of a token's logits, and the top K experts."""
+    """Softmax of a token's logits, and the top K experts.
+
+    Attributes:
+        is_sigmoid: shares are the sigmoid of the logits.
+        cap: soft cap of the logits; 0: none.
+    """
+
+    is_sigmoid: bool = False
+    cap: float = 0.0
 
     def __init__(self, weights: Weights, hidden: int, routing: Routing) -> None:
         self.weights, self.hidden, self.routing = weights, hidden, routing
@@ -101,48 +112,75 @@ class Router:
     def __call__(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """X [1, S, H] -> ids int64 [1, S, K] and their shares [1, S, K]."""
         with op.scope(self.weights.prefix.rstrip(".")):
-            shares = self.shares(op, self.logits(op, x))
-            top_k = op.constant([self.routing.top_k])
-            _, ids = op.outputs(2, "TopK", self.rank(op, shares), top_k, axis=-1)
-            taken = op.GatherElements(shares, ids, axis=-1)
-            if self.routing.normalizes:
-                total = op.ReduceSum(taken, op.constant([-1]), keepdims=1)
-                if self.routing.smallest_sum:
-                    total = op.Max(total, op.constant(np.float32(self.routing.smallest_sum)))
-                if self.routing.added:
-                    total = op.Add(total, op.constant(np.float32(self.routing.added)))
-                taken = op.Div(taken, total)
-            if self.routing.scale != 1:
-                taken = op.Mul(taken, op.constant(np.float32(self.routing.scale)))
-            return ids, op.cast(taken, op.dtype) if op.dtype != ir.DataType.FLOAT else taken
+            shape = (self.routing.experts, self.hidden)
+            weight = op.parameter(self.weights.take("weight", shape, op.dtype))
+            logits = call(op, router(), x, weight)  # float32 [1, S, E]
+            found = {"offsets": self.offsets(op), "bias": self.bias(op)}
+            found["factors"] = self.factors(op)
+            form = self._form(found, is_cast=op.dtype != ir.DataType.FLOAT)
+            values = {
+                "cap": self.cap,
+                "smallest_sum": self.routing.smallest_sum,
+                "added": self.routing.added,
+                "scale": self.routing.scale,
+                "to": int(op.dtype),
+            }
+            names = (*form.numbers, "to") if form.cast else form.numbers
+            return call(
+                op,
+                routing_function(form),
+                logits,
+                op.constant([self.routing.top_k]),
+                *(found[name] for name in form.operands),
+                experts=self.routing.experts,
+                top_k=self.routing.top_k,
+                **{name: values[name] for name in names},
+            )
 
-    def logits(self, op: Op, x: ir.Value) -> ir.Value:
-        """X [1, S, H] -> float32 [1, S, E]."""
-        shape = (self.routing.experts, self.hidden)
-        return call(op, router(), x, op.parameter(self.weights.take("weight", shape, op.dtype)))
+    def _form(self, found: Mapping[str, ir.Value | None], *, is_cast: bool) -> RoutingForm:
+        routing = self.routing
+        return RoutingForm(
+            offset=found["offsets"] is not None,
+            capped=self.cap != 0,
+            sigmoid=self.is_sigmoid,
+            biased=found["bias"] is not None,
+            normalized=routing.normalizes,
+            bounded=routing.normalizes and routing.smallest_sum != 0,
+            padded=routing.normalizes and routing.added != 0,
+            scaled=routing.scale != 1,
+            cast=is_cast,
+            weighted=found["factors"] is not None,
+        )
 
-    def shares(self, op: Op, logits: ir.Value) -> ir.Value:
-        """Of all experts [1, S, E] from their logits."""
-        return op.Softmax(logits, axis=-1)
-
-    def rank(self, op: Op, shares: ir.Value) -> ir.Value:
-        """Hook for routers that do not choose by the shares [1, S, E]."""
+    def offsets(self, op: Op) -> ir.Value | None:
+        """Hook for a bias of the logits, float32 [E]."""
         del op
-        return shares
+        return None
+
+    def bias(self, op: Op) -> ir.Value | None:
+        """Hook for a bias of the choice, float32 [E]."""
+        del op
+        return None
+
+    def factors(self, op: Op) -> ir.Value | None:
+        """Hook for factors of the shares, [E] in the activations' type."""
+        del op
+        return None
 
 
 class BiasedRouter(Router):
     """A router with a bias of the logits."""
 
-    def logits(self, op: Op, x: ir.Value) -> ir.Value:
-        """X [1, S, H] -> float32 [1, S, E]."""
+    def offsets(self, op: Op) -> ir.Value:
+        """Float32 [E]."""
         stored = self.weights.take("bias", (self.routing.experts,), op.dtype)
-        bias = op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT))
-        return op.Add(super().logits(op, x), bias)
+        return op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT))
 
 
 class SigmoidRouter(Router):
     """A router with sigmoid shares; an optional bias affects the choice only."""
+
+    is_sigmoid = True
 
     def __init__(
         self,
@@ -154,20 +192,16 @@ class SigmoidRouter(Router):
     ) -> None:
         """`bias`: weights and name of the tensor [E]."""
         super().__init__(weights, hidden, routing)
-        self.bias = bias
+        self._bias = bias
 
-    def shares(self, op: Op, logits: ir.Value) -> ir.Value:
-        """Of all experts [1, S, E] from their logits."""
-        return op.Sigmoid(logits)
-
-    def rank(self, op: Op, shares: ir.Value) -> ir.Value:
-        """Shares [1, S, E] plus the bias."""
-        if self.bias is None:
-            return shares
-        place, name = self.bias
+    def bias(self, op: Op) -> ir.Value | None:
+        """Float32 [E]."""
+        if self._bias is None:
+            return None
+        place, name = self._bias
         # Its differences decide: half types would round those of large biases away.
         stored = place.take(name, (self.routing.experts,), ir.DataType.FLOAT)
-        return op.Add(shares, op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT)))
+        return op.Cast(op.parameter(stored), to=int(ir.DataType.FLOAT))
 
 
 class Chooses(Protocol):

@@ -80,11 +80,11 @@ class CorrectedRouter(Router):
         super().__init__(weights / "gate", hidden, routing)
         self.statics = weights / "moe_statics"
 
-    def rank(self, op: Op, shares: ir.Value) -> ir.Value:
-        """Shares [1, S, E] plus the bias."""
+    def bias(self, op: Op) -> ir.Value:
+        """Float32 [1, E]."""
         shape = (1, self.routing.experts)
         stored = op.parameter(self.statics.take("e_score_correction_bias", shape, op.dtype))
-        return op.Add(shares, op.Cast(stored, to=int(ir.DataType.FLOAT)))
+        return op.Cast(stored, to=int(ir.DataType.FLOAT))
 
 
 class DecoderLayer(llama.DecoderLayer):

@@ -311,10 +311,12 @@ class NormedRouter(Router):
     def __call__(self, op: Op, x: ir.Value) -> tuple[ir.Value, ir.Value]:
         """X [1, S, H] -> ids int64 [1, S, K] and their shares [1, S, K]."""
         rows = op.Mul(self.norm(op, x), op.constant(self.hidden**-0.5, op.dtype))
-        ids, shares = super().__call__(op, rows)
+        return super().__call__(op, rows)
+
+    def factors(self, op: Op) -> ir.Value:
+        """In the activations' type, [E]."""
         stored = self.own.take("per_expert_scale", (self.routing.experts,), op.dtype)
-        factors = op.cast(op.parameter(stored), op.dtype)
-        return ids, op.Mul(shares, op.Gather(factors, ids))
+        return op.cast(op.parameter(stored), op.dtype)
 
 
 def _stack(weights: Weights, hidden: int, routing: Routing) -> Stack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import onnx_ir as ir
 
 from edgellm.core.errors import UnsupportedModelError
@@ -181,14 +180,6 @@ class CappedRouter(SigmoidRouter):
         hidden, bias = config.hidden_size, (mlp / "experts", "e_score_correction_bias")
         super().__init__(weights=mlp / "gate", hidden=hidden, routing=config.routing, bias=bias)
         self.cap = config.router_cap
-
-    def logits(self, op: Op, x: ir.Value) -> ir.Value:
-        """X [1, S, H] -> float32 [1, S, E]."""
-        logits = super().logits(op, x)
-        if not self.cap:
-            return logits
-        bound = op.constant(np.float32(self.cap))
-        return op.Mul(op.Tanh(op.Div(logits, bound)), bound)
 
 
 class DecoderLayer(llama.DecoderLayer):

@@ -1,7 +1,7 @@
 """Checks of NVIDIA's real bindings of TensorRT, in a process that has no library of TensorRT.
 
-`real_bindings.py` starts it. It reads names from standard input, and prints results as JSON in
-its last line.
+`real_bindings.py` starts it. It reads names and attributes of nodes from standard input, and prints
+results as JSON in its last line.
 """
 
 from __future__ import annotations
@@ -161,8 +161,13 @@ def _given(layer: int) -> dict[str, Any]:
     sizes |= {"own_tables": 0, "window": 0, "cap_bits": 0, "sunk": 0, "width": 24, "size": 3}
     sizes |= {"key_heads": 1, "key_dim": 8, "value_dim": 16, "takes": 0}
     sizes |= {"experts": 4, "top_k": 2, "hidden": 32, "inner": 16, "block": 32}
-    sizes |= {"gating_bits": [0, 0, 0, 0]}
+    sizes |= {"gating_bits": [0] * 4, "steps": [0] * 6, "number_bits": [0] * 4}
     return {**sizes, "layer": layer, "entry": layer}
+
+
+def _attributes(plugin: str, nodes: dict[str, list[str]]) -> list[str]:
+    """Attributes of `LAYERS` layers, then those of networks' nodes, by the plugins' names."""
+    return [*(json.dumps(_given(layer)) for layer in range(LAYERS)), *nodes.get(plugin, [])]
 
 
 def _parsed(text: str, kept: list[Any]) -> Any:
@@ -182,14 +187,14 @@ def _texts(nodes: Sequence[Any]) -> list[str]:
     return found
 
 
-def check_python_plugins() -> dict[str, Any]:
-    """Attributes of graph, plan and contexts, of `LAYERS` layers of each plugin."""
+def check_python_plugins(nodes: dict[str, list[str]]) -> dict[str, Any]:
+    """Attributes of graph, plan and contexts, of each plugin."""
     registry = Registry()
     trt.get_plugin_registry = lambda: registry
     python_plugins.register(trt)
-    texts = [json.dumps(_given(layer)) for layer in range(LAYERS)]
-    found: dict[str, Any] = {"expected": texts, "plan": {}, "contexts": {}, "types": {}}
+    found: dict[str, Any] = {"expected": {}, "plan": {}, "contexts": {}, "types": {}}
     for plugin in PLUGINS:
+        texts = found["expected"][plugin.name] = _attributes(plugin.name, nodes)
         creator, kept = registry.creators[plugin.name], []
         assert [field.name for field in creator.field_names] == [GIVEN]
         build, run = trt.TensorRTPhase.BUILD, trt.TensorRTPhase.RUNTIME
@@ -240,16 +245,16 @@ def _check_formats(node: Any, inputs: int) -> None:
                 assert node.supports_format_combination(place, tensors, inputs) == fits
 
 
-def check_quick_plugins() -> dict[str, Any]:
+def check_quick_plugins(nodes: dict[str, list[str]]) -> dict[str, Any]:
     """The same of plugins whose kernels are in the plan, by NVIDIA's module `plugin`."""
     registry = Registry()
     trt.get_plugin_registry = lambda: registry
     op = plugin_module(trt)
     plugins.register(trt, op)
     plugins.register(trt, op)  # a second build of the process
-    texts = [json.dumps(_given(layer)) for layer in range(LAYERS)]
-    found: dict[str, Any] = {"expected": texts, "nodes": {}, "types": {}, "module": op.__name__}
+    found: dict[str, Any] = {"expected": {}, "nodes": {}, "types": {}, "module": op.__name__}
     for plugin in PLUGINS:
+        texts = found["expected"][plugin.name] = _attributes(plugin.name, nodes)
         creator, kept = registry.creators[plugin.name], []
         made = [
             creator.create_plugin(
@@ -282,7 +287,7 @@ def _results(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     is_python = Library(trt, False).runs_python_plugins
     check = check_python_plugins if is_python else check_quick_plugins
     try:
-        yield "plugins", check()
+        yield "plugins", check(asked["nodes"])
     except EdgeLLMError as error:
         yield "plugins", {"error": str(error)}
 

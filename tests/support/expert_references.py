@@ -56,6 +56,32 @@ def _pairs(table, order, begins, constants):
             yield place, int(order[place]), expert
 
 
+def route_rows(logits, offsets, bias, factors, experts, top_k, *facts_and_outputs, constants):
+    offset, capped, sigmoid, biased, normalized, weighted = facts_and_outputs[:6]
+    numbers = np.array(facts_and_outputs[6:10], np.int32).view(np.float32)
+    (cap, smallest_sum, added, scale), (ids, shares) = numbers, facts_and_outputs[10:]
+    rows = constants["grid"][0]
+    assert experts <= constants["EXPERTS"]
+    assert top_k <= constants["CHOSEN"]
+    x = logits[: rows * experts].reshape(rows, experts)
+    x = x + offsets[:experts] if offset else x
+    x = np.tanh(x / cap) * cap if capped else x
+    with np.errstate(over="ignore"):
+        share = 1 / (1 + np.exp(-x))
+    if not sigmoid:
+        share = np.exp(x - x.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+    rank = share + bias[:experts] if biased else share
+    chosen = np.argsort(-rank, axis=-1, kind="stable")[:, :top_k]
+    taken = np.take_along_axis(share, chosen, -1)
+    if normalized:
+        taken = taken / (np.maximum(taken.sum(-1, keepdims=True), smallest_sum) + added)
+    taken = (taken * scale).astype(np.float16)
+    ids[: rows * top_k] = chosen.reshape(-1)
+    each = taken * factors[chosen].astype(np.float16) if weighted else taken
+    shares[: rows * top_k] = each.reshape(-1)
+
+
 def group_rows(ids, num_pairs, order, begins, *, constants):
     own = ids[:num_pairs]
     order[:num_pairs] = np.argsort(own, kind="stable")

@@ -139,10 +139,12 @@ def _double_rows(graph: ir.Graph) -> None:
         graph.insert_after(product, split)
         product.replace_input_with(0, twice.outputs[0])
         twice.outputs[0].name, split.name = f"{y.name}.twice", f"{product.name}.first"
-        for at, value in enumerate(split.outputs):
-            value.name = f"{y.name}.half{at}"
+        first, second = split.outputs
+        first.name, second.name, y.name = y.name, f"{y.name}.second", f"{y.name}.both"
+        first.type, first.shape, y.shape = y.type, y.shape, None
         for user, index in users:
-            user.replace_input_with(index, split.outputs[0])
+            user.replace_input_with(index, first)
+        graph.outputs[:] = [first if each is y else each for each in graph.outputs]
 
 
 def open_graph(path: Path, options: Any, device: Any) -> Any:

@@ -69,6 +69,16 @@ def expert_stand_ins(hidden: int, inner: int, top_k: int, experts: int) -> list[
     text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
     g (float16[1, n, 8] q) => (float16[1, n, 8] y) {{ y = Identity(q) }}
     <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    route_rows <{given}> (logits, offsets, bias, factors) => (ids, shares) {{
+        offset = ReduceMax<keepdims = 0>(offsets)
+        other = ReduceMax<keepdims = 0>(bias)
+        factor = ReduceMax<keepdims = 0>(factors)
+        rank = Sum(logits, offset, other, factor)
+        count = Constant<value = int64[1] {{{top_k}}}>()
+        values, ids = TopK(rank, count)
+        shares = Cast<to = 10>(values)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
     group_rows <{given}> (ids) => (order, begins) {{
         order = Cast<to = 6>(ids)
         axes = Constant<value = int64[2] {{1, 2}}>()

@@ -85,7 +85,6 @@ def delta_rows(
     *,
     constants,
 ):
-    assert key_dim <= constants["D"]
     assert constants["grid"][1] * constants["VALUES"] >= value_dim
     found = _Stored(table, entry, constants)
     if rows > found.capacity:

@@ -15,6 +15,8 @@ from harness.gpu.layer_check import Call, LayerCheck, Layout
 
 _BITS = {"fp16": 16, "int4": 4, "fp4": 4}
 _SWISH = np.array([1, 3e38, 0, 0], np.float32).view(np.int32).tolist()
+# Steps of a softmax whose chosen shares are normalized; cap, smallest sum, addend and factor.
+_NORMALIZED = [0, 0, 0, 0, 1, 0, *np.array([1, 0, 0, 1], np.float32).view(np.int32).tolist()]
 _PROJECTIONS = ("gate", "up", "down")
 
 
@@ -56,7 +58,7 @@ def check_experts(device: Device, sizes: Sizes | None = None) -> dict[str, float
 
 
 class _Layer(LayerCheck):
-    compared = "order", "begins", "inner", "parts", "y"
+    compared = "ids", "shares", "order", "begins", "inner", "parts", "y"
 
     def __init__(self, device: Device, sizes: Sizes, rows: int, codes: str) -> None:
         self._sizes, self._rows, self._codes = sizes, rows, codes
@@ -68,6 +70,7 @@ class _Layer(LayerCheck):
         count = sizes.experts * sizes.hidden * sizes.inner
         layout: Layout = {
             "x": ((self._rows, sizes.hidden), np.float16),
+            "logits": ((self._rows, sizes.experts), np.float32),
             "ids": ((self._rows, sizes.top_k), np.int64),
             "shares": ((pairs,), np.float16),
             "table": ((table_entries(1),), np.int64),
@@ -85,9 +88,8 @@ class _Layer(LayerCheck):
     def _fill(self, random: np.random.Generator) -> None:
         host, sizes = self._packed.arrays, self._sizes
         host["x"][:] = random.standard_normal(host["x"].shape)
-        host["shares"][:] = 1 / sizes.top_k
-        for row in host["ids"]:
-            row[:] = random.permutation(sizes.experts)[: sizes.top_k]
+        for row in host["logits"]:  # of which none are nearly equal
+            row[:] = random.permutation(sizes.experts) * (4 / sizes.experts)
         at, addresses = self._packed.addresses, []
         for name in _PROJECTIONS:
             stored = host[name]
@@ -105,7 +107,13 @@ class _Layer(LayerCheck):
         layer = 0, sizes.hidden, sizes.inner, sizes.block
         outputs = catalog.EXPERT_OUTPUTS
         pairs = ["order", "begins", "table", *layer]
+        chosen = sizes.experts, sizes.top_k, *_NORMALIZED
         return [
+            (
+                catalog.route_rows(sizes.experts),
+                (rows, 1, 1),
+                [*["logits"] * 4, *chosen, "ids", "shares"],
+            ),
             (
                 catalog.GROUP_ROWS,
                 (sizes.experts + 1, 1, 1),

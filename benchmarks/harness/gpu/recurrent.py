@@ -117,7 +117,6 @@ class _Layer(LayerCheck):
         """Launches of a pass, then of a commit, which writes the states in place."""
         sizes, rows = self._sizes, self._rows
         heads = sizes.key_heads, sizes.heads, sizes.key_dim, sizes.value_dim
-        tile = catalog.state_tile(sizes.key_dim, sizes.value_dim)
         channels = -(-sizes.width // catalog.CHANNELS)
         values = sizes.heads, -(-sizes.value_dim // catalog.VALUES), 1
         width = sizes.width, _SIZE
@@ -126,9 +125,9 @@ class _Layer(LayerCheck):
         committed = ["path", "outcome", "table"]
         return [
             (catalog.CONVOLVE_ROWS, (rows, channels, 1), convolved),
-            (catalog.delta_rows(tile, takes=self._takes), values, [*inputs, *heads, "y"]),
+            (catalog.delta_rows(takes=self._takes), values, [*inputs, *heads, "y"]),
             (catalog.ADVANCE_WINDOW, (channels, 1, 1), [*committed, "windows", *width]),
-            (catalog.advance_state(tile), values, [*committed, "matrices", *heads]),
+            (catalog.ADVANCE_STATE, values, [*committed, "matrices", *heads]),
         ]
 
     def _memory(self, arrays: dict[str, np.ndarray]) -> Callable[..., np.ndarray]:

@@ -1,9 +1,9 @@
 """Mixtures of experts as plugin nodes with edgellm's kernels in TensorRT.
 
-TensorRT's operators compute the router. `group_rows`, `expert_gates`, `expert_downs` and
-`sum_experts` (`kernels/triton/experts.py`) read the chosen experts by a table of addresses
-(`graph_io.EXPERT_TABLE`). So experts are not among the constants of a plan, and no step of a build
-copies them but into their file (`expert_file.py`).
+TensorRT's operators compute the router's product, `kernel_routing.py` what follows it.
+`group_rows`, `expert_gates`, `expert_downs` and `sum_experts` (`kernels/triton/experts.py`) read
+the chosen experts by a table of addresses (`graph_io.EXPERT_TABLE`). So experts are not among the
+constants of a plan, and no step of a build copies them but into their file (`expert_file.py`).
 """
 
 from __future__ import annotations

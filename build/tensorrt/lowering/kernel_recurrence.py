@@ -19,14 +19,12 @@ from edgellm.build.tensorrt.lowering.kernel_attention import emit_node, missing
 from edgellm.core import graph_io
 from edgellm.core.onnx_functions import CONVOLUTION, DECAYING_RULE, DELTA_RULE, FUNCTIONS
 from edgellm.device_runtime.kernels.triton.catalog import (
+    ADVANCE_STATE,
     ADVANCE_WINDOW,
     CONVOLVE_ROWS,
     STATE_STEP,
-    TILES,
     Variant,
-    advance_state,
     delta_rows,
-    state_tile,
 )
 from edgellm.device_runtime.runners.tensorrt.library import recurrent_nodes
 from edgellm.device_runtime.runners.tensorrt.state_memory import table_entries
@@ -75,17 +73,16 @@ class _Recurrence:
             is_odd = width % STATE_STEP
             return f"convolutions of a multiple of {STATE_STEP}, not of {width}" if is_odd else ""
         _, keys, values = self.dims
-        if state_tile(keys, values):
+        if not (keys % STATE_STEP or values % STATE_STEP):
             return ""
-        limit = f"keys and values of a multiple of {STATE_STEP}, keys up to {TILES[-1]}"
+        limit = f"keys and values of a multiple of {STATE_STEP}"
         return f"recurrent layers with {limit}, not of {keys} and {values}"
 
     def variants(self) -> tuple[Variant, ...]:
         """Kernels of passes and of commits."""
         if self.is_convolution:
             return CONVOLVE_ROWS, ADVANCE_WINDOW
-        tile = state_tile(*self.dims[1:])
-        return delta_rows(tile, takes=self.takes), advance_state(tile)
+        return delta_rows(takes=self.takes), ADVANCE_STATE
 
 
 def why_not(graph: ir.Graph, sm: int, driver_ptx: int | None) -> str:

@@ -169,6 +169,9 @@ _KERNELS = {
     "edgellm::delta_rows": Rule(
         dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2, 3, 4), ranks=frozenset({3})
     ),
+    "edgellm::route_rows": Rule(
+        dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2, 3), ranks=frozenset({3})
+    ),
     "edgellm::group_rows": Rule(dtypes=frozenset({ir.DataType.INT64}), ranks=frozenset({3})),
     "edgellm::expert_gates": Rule(dtypes=_HALF, ranks=frozenset({3})),
     "edgellm::expert_downs": Rule(dtypes=_HALF, checked=(0, 1), ranks=frozenset({3})),

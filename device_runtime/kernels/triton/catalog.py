@@ -38,9 +38,11 @@ ROWS = 16  # query rows of a program
 PROMPT_TOKENS = 128  # of a pass, from which kernels of OWN_SIZES without windows have more rows
 CHANNELS = 256  # of a convolution, in a program
 VALUES = 32  # of a head of a recurrent layer, in a program
+KEYS = 64  # of such a head, in a step
 EXPERT_OUTPUTS, EXPERT_INPUTS = 32, 128  # of an expert's matrix, in a program and in a step
 SUMMED = 512  # numbers of a row of experts, in a program
 PAIRS = 512  # of rows and experts, in a step
+ROUTED_EXPERTS, CHOSEN_EXPERTS = (128, 512), 32  # of a layer, and of a row: at most
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
 # Supported sizes: nodes of a tree, candidates of a level, nodes of a pool.
 NODES, LEVELS, POOLS = (64, 128), (128, 512, 1024), (512, 2048, 4096)
@@ -125,6 +127,7 @@ KERNELS = {
         ),
         Kernel(module="recurrent", name="delta_rows", grid=("heads", _PARTS, "1")),
         Kernel(module="recurrent", name="advance_state", grid=("heads", _PARTS, "entries")),
+        Kernel(module="routing", name="route_rows", grid=("num_rows", "1", "1")),
         Kernel(module="experts", name="group_rows", grid=("experts + 1", "1", "1")),
         Kernel(module="experts", name="expert_gates", grid=("experts", "cdiv(inner, OUT)", "1")),
         Kernel(module="experts", name="expert_downs", grid=("experts", "cdiv(hidden, OUT)", "1")),
@@ -160,6 +163,10 @@ CONVOLVE_ROWS, ADVANCE_WINDOW = (
     Variant(kernel=KERNELS[name], constants={"BLOCK": CHANNELS}, warps=1)
     for name in ("convolve_rows", "advance_window")
 )
+_STATES = {"KEYS": KEYS, "VALUES": VALUES, "ROWS": ROWS}
+ADVANCE_STATE = Variant(
+    kernel=KERNELS["advance_state"], constants=_STATES, warps=8, max_registers=128
+)
 GROUP_ROWS = Variant(kernel=KERNELS["group_rows"], constants={"BLOCK": PAIRS}, warps=4)
 SUM_EXPERTS = Variant(kernel=KERNELS["sum_experts"], constants={"BLOCK": SUMMED}, warps=2)
 
@@ -193,10 +200,11 @@ def variants(sm: int) -> Iterator[Variant]:
         yield select_tree(size)
     yield CONVOLVE_ROWS
     yield ADVANCE_WINDOW
-    for size in TILES:
-        yield advance_state(size)
-        yield delta_rows(size, takes=True)
-        yield delta_rows(size, takes=False)
+    yield ADVANCE_STATE
+    yield delta_rows(takes=True)
+    yield delta_rows(takes=False)
+    for experts in ROUTED_EXPERTS:
+        yield route_rows(experts)
     yield GROUP_ROWS
     yield SUM_EXPERTS
     for code in (*codes, "int4", "fp4"):
@@ -250,21 +258,22 @@ def tile(size: int) -> int:
     return min(fits, default=0)
 
 
-def state_tile(key_dim: int, value_dim: int) -> int:
-    """The smallest of `TILES` that keys of recurrent layers fit into; 0 if none does."""
-    fits = [each for each in TILES if each >= key_dim > 0]
-    return 0 if key_dim % STATE_STEP or value_dim % STATE_STEP else min(fits, default=0)
+def delta_rows(*, takes: bool) -> Variant:
+    """`delta_rows` with the delta term or without."""
+    constants = {**_STATES, "TAKES": takes}
+    return Variant(kernel=KERNELS["delta_rows"], constants=constants, warps=8, max_registers=128)
 
 
-def delta_rows(tile: int, *, takes: bool) -> Variant:
-    """`delta_rows` for a tile of keys, with the delta term or without."""
-    is_large = takes or tile == TILES[-1]
-    return _of_states("delta_rows", tile, 0 if is_large else 128, TAKES=takes)
+def has_route_rows(experts: int, top_k: int) -> bool:
+    """Whether `route_rows` chooses `top_k` of so many experts."""
+    return 0 < top_k <= min(experts, CHOSEN_EXPERTS) and experts <= ROUTED_EXPERTS[-1]
 
 
-def advance_state(tile: int) -> Variant:
-    """`advance_state` for a tile of keys."""
-    return _of_states("advance_state", tile, 160 if tile == TILES[-1] else 128)
+def route_rows(experts: int) -> Variant:
+    """`route_rows` for a layer of so many experts."""
+    maximum = next(each for each in ROUTED_EXPERTS if each >= experts)
+    constants = {"EXPERTS": maximum, "CHOSEN": CHOSEN_EXPERTS}
+    return Variant(kernel=KERNELS["route_rows"], constants=constants, warps=1)
 
 
 def expert_gates(codes: str) -> Variant:
@@ -280,17 +289,6 @@ def expert_downs(codes: str) -> Variant:
 def _of_experts(name: str, codes: str) -> Variant:
     constants = {"CODES": codes, "ROWS": ROWS, "OUT": EXPERT_OUTPUTS, "STEP": EXPERT_INPUTS}
     return Variant(kernel=KERNELS[name], constants=constants, warps=4, max_registers=128)
-
-
-def _of_states(name: str, tile: int, max_registers: int, **constants: bool) -> Variant:
-    """A kernel of matrices, where fewer registers, fewer warps or more stages would spill."""
-    return Variant(
-        kernel=KERNELS[name],
-        constants={"D": tile, "VALUES": VALUES, "ROWS": ROWS, **constants},
-        warps=8,
-        stages=2 if tile < TILES[-1] else 1,
-        max_registers=max_registers,
-    )
 
 
 def store_rows(size: int, codes: str, *, many: bool = False) -> Variant:

@@ -33,7 +33,7 @@ def pick_shares(
     inside = place < vocab_size
     x = tl.load(logits + row.to(tl.int64) * vocab_size + place, mask=inside, other=-float("inf"))
     at = row * shares + share
-    best = _best(tl.where(inside, _key(x, place), NO_KEY), PICKS)
+    best = _best(tl.where(inside, ordered_key(x, place), NO_KEY), PICKS)
     tl.store(keys + at * PICKS + tl.arange(0, PICKS), best)
     top = tl.max(x, 0)
     total = tl.sum(tl.where(x > -float("inf"), tl.exp(x - top), 0.0), 0)
@@ -89,7 +89,7 @@ def _best(keys, PICKS: tl.constexpr):
 
 
 @triton.jit
-def _key(x, place):
+def ordered_key(x, place):
     """int64 keys in the order of (number, -place); -0 equals 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(x != x, NAN, bits)

@@ -107,24 +107,24 @@ def delta_rows(
     entry, num_rows, mask_columns, key_heads, heads, key_dim, value_dim,
     # outputs
     y: "*fp32",
-    D: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, TAKES: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, TAKES: tl.constexpr,
 ):  # fmt: skip
     """Gated delta rule of rows in blocks of ROWS; without TAKES the rule without the delta term.
 
     Grid [heads, cdiv(value_dim, VALUES)]. q and k are [num_rows, key_heads, key_dim], v and y
     [num_rows, heads, value_dim], g (log decays) and b (rates, read with TAKES) [num_rows, heads].
-    The state is read once. A block reads the deltas of earlier blocks back, so time grows with the
-    square of num_rows: long prompts have several passes.
+    Products of keys are sums over KEYS of them at a time, so registers do not grow with key_dim. A
+    block reads the state once, and the deltas of earlier blocks back, so time grows with the square
+    of num_rows: long prompts have several passes.
     """
     head, part = tl.program_id(0), tl.program_id(1)
     capacity = bound_capacity(table)
     if num_rows <= capacity:
-        n, c = tl.arange(0, D), part * VALUES + tl.arange(0, VALUES)
-        is_key, is_value = (n < key_dim)[None, :], (c < value_dim)[None, :]
+        c = part * VALUES + tl.arange(0, VALUES)
+        is_value = (c < value_dim)[None, :]
         keys, deltas, decays = _stored(table, entry)
         sums = decays + capacity * heads
         sharing = heads // key_heads
-        state = _load_state(table, entry, head, n, c, key_dim, value_dim).to(tl.float16)
         mask = tree + mask_columns - num_rows, mask_columns, num_rows
         of_keys = head // sharing, key_heads, key_dim
         of_values = head, heads, value_dim
@@ -137,28 +137,36 @@ def delta_rows(
             tl.store(decays + i * heads + head, own, mask=inside)
             tl.store(sums + i * heads + head, summed, mask=inside)
             x = _load(v, i, of_values, c, num_rows)
-            key = _load(k, i, of_keys, n, num_rows).to(tl.float16)
-            tl.store(keys + _places(i, of_keys, n), key, mask=inside[:, None] & is_key & is_first)
+            out, known = tl.zeros([ROWS, VALUES], tl.float32), tl.zeros([ROWS, VALUES], tl.float32)
+            for start in tl.range(0, key_dim, KEYS):
+                n = start + tl.arange(0, KEYS)
+                state = _load_state(table, entry, head, n, c, key_dim, value_dim).to(tl.float16)
+                key = _load(k, i, of_keys, n, num_rows).to(tl.float16)
+                is_stored = inside[:, None] & (n < key_dim)[None, :] & is_first
+                tl.store(keys + _places(i, of_keys, n), key, mask=is_stored)
+                query = _load(q, i, of_keys, n, num_rows).to(tl.float16)
+                out = tl.dot(query, state, out)
+                if TAKES:
+                    known = tl.dot(key, state, known)
+            out *= tl.exp(summed)[:, None]
             if TAKES:
                 rate = tl.load(b + i * heads + head, mask=inside, other=0.0)[:, None]
-                x = (x - tl.dot(key, tl.trans(state)) * tl.exp(summed)[:, None]) * rate
+                x = (x - known * tl.exp(summed)[:, None]) * rate
                 for before in tl.range(0, first, ROWS):
                     j = before + tl.arange(0, ROWS)
-                    between = _between(mask, i, j, summed, sums, of_values)
-                    earlier = _load(k, j, of_keys, n, num_rows).to(tl.float16)
-                    given = _given(key, earlier, between, _load(deltas, j, of_values, c, num_rows))
-                    x -= given * rate
-                alike = tl.dot(key, tl.trans(key)) * _decayed(mask, i, i, summed, summed) * rate
+                    scores = _scores(k, k, i, j, of_keys, num_rows, ROWS, KEYS)
+                    scores *= _between(mask, i, j, summed, sums, of_values)
+                    x -= _given(scores, _load(deltas, j, of_values, c, num_rows)) * rate
+                alike = _scores(k, k, i, i, of_keys, num_rows, ROWS, KEYS)
+                alike *= _decayed(mask, i, i, summed, summed) * rate
                 x = _solved(alike, x, num_rows - first, ROWS)
             tl.store(deltas + _places(i, of_values, c), x, mask=inside[:, None] & is_value)
             tl.debug_barrier()  # other threads read them
-            query = _load(q, i, of_keys, n, num_rows).to(tl.float16)
-            out = tl.dot(query, tl.trans(state)) * tl.exp(summed)[:, None]
             for before in tl.range(0, first + ROWS, ROWS):
                 j = before + tl.arange(0, ROWS)
-                between = _between(mask, i, j, summed, sums, of_values)
-                earlier = _load(k, j, of_keys, n, num_rows).to(tl.float16)
-                out += _given(query, earlier, between, _load(deltas, j, of_values, c, num_rows))
+                scores = _scores(q, k, i, j, of_keys, num_rows, ROWS, KEYS)
+                scores *= _between(mask, i, j, summed, sums, of_values)
+                out += _given(scores, _load(deltas, j, of_values, c, num_rows))
             tl.store(y + _places(i, of_values, c), out, mask=inside[:, None] & is_value)
 
 
@@ -177,9 +185,20 @@ def _load(x, i, of, n, num_rows):
 
 
 @triton.jit
-def _given(queries, keys, between, deltas):
-    """What rows read of the deltas of others, [len(queries), VALUES]."""
-    scores = tl.dot(queries, tl.trans(keys)) * between
+def _scores(q, k, i, j, of_keys, num_rows, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Products of rows i of q and rows j of k, [ROWS, ROWS]."""
+    total = tl.zeros([ROWS, ROWS], tl.float32)
+    for start in tl.range(0, of_keys[2], KEYS, num_stages=1):
+        n = start + tl.arange(0, KEYS)
+        query = _load(q, i, of_keys, n, num_rows).to(tl.float16)
+        key = _load(k, j, of_keys, n, num_rows).to(tl.float16)
+        total = tl.dot(query, tl.trans(key), total)
+    return total
+
+
+@triton.jit
+def _given(scores, deltas):
+    """What rows read of the deltas of others, [ROWS, VALUES]."""
     return tl.dot(scores.to(tl.float16), deltas.to(tl.float16))
 
 
@@ -194,10 +213,10 @@ def _stored(table, entry):
 
 @triton.jit
 def _load_state(table, entry, head, n, c, key_dim, value_dim):
-    """A head's matrix, transposed, [len(c), len(n)], padded with 0."""
+    """A head's matrix, [len(n), len(c)], padded with 0."""
     state = _address(table, entry, 0, tl.float32)
-    at = state + (head * key_dim + n[None, :]) * value_dim + c[:, None]
-    return tl.load(at, mask=(c < value_dim)[:, None] & (n < key_dim)[None, :], other=0.0)
+    at = state + (head * key_dim + n[:, None]) * value_dim + c[None, :]
+    return tl.load(at, mask=(n < key_dim)[:, None] & (c < value_dim)[None, :], other=0.0)
 
 
 @triton.jit
@@ -252,7 +271,7 @@ def advance_state(
     path: "*i32", outcome: "*i32", table: "*i64", entries: "*i32",
     # shape
     key_heads, heads, key_dim, value_dim,
-    D: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Move matrices on by the rows path[i], each the parent of the next, for i below outcome[0].
 
@@ -263,25 +282,28 @@ def advance_state(
     count = tl.minimum(tl.load(outcome), capacity)
     if count > 0:
         entry = tl.load(entries + tl.program_id(2))
-        n, c = tl.arange(0, D), part * VALUES + tl.arange(0, VALUES)
-        is_key, is_value = n < key_dim, c < value_dim
+        c = part * VALUES + tl.arange(0, VALUES)
+        is_value = c < value_dim
         keys, deltas, decays = _stored(table, entry)
         key = head // (heads // key_heads)
-        m = _load_state(table, entry, head, n, c, key_dim, value_dim)
-        for first in tl.range(0, count, ROWS):
-            i = first + tl.arange(0, ROWS)
-            inside = i < count
-            row = tl.load(path + i, mask=inside, other=0)
-            decay = tl.load(decays + row * heads + head, mask=inside, other=0.0)
-            whole = tl.sum(decay, 0)
-            of_key = (row[:, None] * key_heads + key) * key_dim + n[None, :]
-            k = tl.load(keys + of_key, mask=inside[:, None] & is_key[None, :], other=0.0)
-            of_value = (row[:, None] * heads + head) * value_dim + c[None, :]
-            x = tl.load(deltas + of_value, mask=inside[:, None] & is_value[None, :], other=0.0)
-            x *= tl.exp(whole - tl.cumsum(decay, 0))[:, None]
-            high = x.to(tl.float16)
-            low = (x - high.to(tl.float32)).to(tl.float16)
-            m = m * tl.exp(whole) + tl.dot(tl.trans(high), k) + tl.dot(tl.trans(low), k)
-        state = _address(table, entry, 0, tl.float32)
-        at = state + (head * key_dim + n[None, :]) * value_dim + c[:, None]
-        tl.store(at, m, mask=is_value[:, None] & is_key[None, :])
+        for start in tl.range(0, key_dim, KEYS):
+            n = start + tl.arange(0, KEYS)
+            is_key = n < key_dim
+            m = _load_state(table, entry, head, n, c, key_dim, value_dim)
+            for first in tl.range(0, count, ROWS):
+                i = first + tl.arange(0, ROWS)
+                inside = i < count
+                row = tl.load(path + i, mask=inside, other=0)
+                decay = tl.load(decays + row * heads + head, mask=inside, other=0.0)
+                whole = tl.sum(decay, 0)
+                of_key = (row[:, None] * key_heads + key) * key_dim + n[None, :]
+                k = tl.load(keys + of_key, mask=inside[:, None] & is_key[None, :], other=0.0)
+                of_value = (row[:, None] * heads + head) * value_dim + c[None, :]
+                x = tl.load(deltas + of_value, mask=inside[:, None] & is_value[None, :], other=0.0)
+                x *= tl.exp(whole - tl.cumsum(decay, 0))[:, None]
+                high = x.to(tl.float16)
+                low = (x - high.to(tl.float32)).to(tl.float16)
+                m = m * tl.exp(whole) + tl.dot(tl.trans(k), high) + tl.dot(tl.trans(k), low)
+            state = _address(table, entry, 0, tl.float32)
+            at = state + (head * key_dim + n[:, None]) * value_dim + c[None, :]
+            tl.store(at, m, mask=is_key[:, None] & is_value[None, :])

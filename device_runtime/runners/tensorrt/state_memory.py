@@ -21,12 +21,11 @@ from edgellm.core.errors import BrokenArtifactError
 from edgellm.core.model_spec import DecoderSpec, RecurrentSpec
 from edgellm.device_runtime.arrays import I64
 from edgellm.device_runtime.kernels.triton.catalog import (
+    ADVANCE_STATE,
     ADVANCE_WINDOW,
     CHANNELS,
     VALUES,
     Variant,
-    advance_state,
-    state_tile,
 )
 from edgellm.device_runtime.runners.outputs import Outputs
 from edgellm.device_runtime.runners.state_store import StateMemory
@@ -126,8 +125,7 @@ def _of(
         return (dims, np.float16), [((rows, width), np.float16)], group
     heads, key_dim, value_dim = dims
     keys = spec.rows[f"{of_rows}.key"]
-    kernel = advance_state(state_tile(key_dim, value_dim))
-    group = kernel, (heads, -(-value_dim // VALUES)), (keys // key_dim, *dims)
+    group = ADVANCE_STATE, (heads, -(-value_dim // VALUES)), (keys // key_dim, *dims)
     parts = [
         ((rows, keys), np.float16),
         ((rows, heads * value_dim), np.float32),

@@ -7,12 +7,13 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from edgellm.core import onnx_functions
+from edgellm.core.onnx_functions import RoutingForm
 from edgellm.export.onnx.builder import Op
 from edgellm.export.onnx.functions.attention import integers, local_function
 from edgellm.export.onnx.functions.blocks import block_values
@@ -45,6 +46,56 @@ def router() -> ir.Function:
         return op.MatMul(rows, op.Transpose(columns, perm=[1, 0]))
 
     return local_function(onnx_functions.ROUTER, "x weight", body)
+
+
+def routing(form: RoutingForm) -> ir.Function:
+    """Ids int64 [1, S, K] of experts and their shares [1, S, K], of logits float32 [1, S, E].
+
+    `count` int64 [1] and the attribute `top_k` are K, `experts` is E. Of equal experts the first is
+    chosen.
+    """
+
+    def body(
+        op: Op, logits: ir.Value, count: ir.Value, *given: ir.Value
+    ) -> tuple[ir.Value, ir.Value]:
+        operands = dict(zip(form.operands, given, strict=True))
+        numbers = {
+            name: op.Constant(value_float=ir.RefAttr("value_float", name, _FLOAT))
+            for name in form.numbers
+        }
+        shares = _shares(op, form, logits, operands, numbers)
+        rank = op.Add(shares, operands["bias"]) if form.biased else shares
+        _, ids = op.outputs(2, "TopK", rank, count, axis=-1)
+        taken = op.GatherElements(shares, ids, axis=-1)
+        if form.normalized:
+            total = op.ReduceSum(taken, integers(op, -1), keepdims=1)
+            total = op.Max(total, numbers["smallest_sum"]) if form.bounded else total
+            total = op.Add(total, numbers["added"]) if form.padded else total
+            taken = op.Div(taken, total)
+        taken = op.Mul(taken, numbers["scale"]) if form.scaled else taken
+        taken = op.Cast(taken, to=ir.RefAttr("to", "to", _INT)) if form.cast else taken
+        if form.weighted:
+            taken = op.Mul(taken, op.Gather(operands["factors"], ids))
+        return ids, taken
+
+    inputs = " ".join(["logits", "count", *form.operands])
+    attributes = dict.fromkeys(form.numbers, _FLOAT) | {"experts": _INT, "top_k": _INT}
+    attributes |= {"to": _INT} if form.cast else {}
+    return local_function(form.function, inputs, body, attributes)
+
+
+def _shares(
+    op: Op,
+    form: RoutingForm,
+    logits: ir.Value,
+    operands: Mapping[str, ir.Value],
+    numbers: Mapping[str, ir.Value],
+) -> ir.Value:
+    """Of all experts, float32 [1, S, E]."""
+    logits = op.Add(logits, operands["offsets"]) if form.offset else logits
+    if form.capped:
+        logits = op.Mul(op.Tanh(op.Div(logits, numbers["cap"])), numbers["cap"])
+    return op.Sigmoid(logits) if form.sigmoid else op.Softmax(logits, axis=-1)
 
 
 def experts(name: str) -> ir.Function:

@@ -60,7 +60,7 @@ def test_plugins_implement_tensorrts_interface(folder, rows):
     """Shapes, grids, int32 arguments and PTX of Qwen3-30B-A3B's layers."""
     with plugin_package(folder) as (trt, op):
         register(trt, op)
-        half, whole, number = trt.float16, trt.int64, trt.int32
+        half, wide, whole, number = trt.float16, trt.float32, trt.int64, trt.int32
         facts = {"experts": 128, "top_k": 8, "hidden": 2048, "inner": 768, "capability": 110}
         node = lambda name, **given: Node(  # noqa: E731
             trt, op, f"{NAMESPACE}::{name}", {GIVEN: json.dumps({**facts, **given})}
@@ -68,8 +68,14 @@ def test_plugins_implement_tensorrts_interface(folder, rows):
         known = {"S": rows}
         numbers = lambda tensor: ([each.of(known) for each in tensor[0]], tensor[1])  # noqa: E731
         table = sizes(2 + 12 * 48), whole
+        route = node("route_rows", steps=[0, 0, 0, 0, 1, 0], number_bits=[1, 2, 3, 4])
+        ids, shares = route.outputs([(sizes(1, "S", 128), wide)] * 4)
+        assert (numbers(ids), numbers(shares)) == (([1, rows, 8], whole), ([1, rows, 8], half))
+        launch = route.launch(known)
+        expected = [128, 8, 0, 0, 0, 0, 1, 0, 1, 2, 3, 4]
+        assert (launch.grid, launch.sizes) == ((rows, 1, 1), expected)
         group = node("group_rows")
-        order, begins = group.outputs([(sizes(1, "S", 8), whole)])
+        order, begins = group.outputs([ids])
         assert numbers(order) == ([1, rows, 8], number)
         assert numbers(begins) == ([1, 129], number)
         launch = group.launch(known)
@@ -85,7 +91,7 @@ def test_plugins_implement_tensorrts_interface(folder, rows):
         assert launch.ptx.decode() == compiled.ptx
         assert (launch.threads, launch.shared_bytes) == (compiled.threads, compiled.shared_bytes)
         downs = node("expert_downs", **layer)
-        (parts,) = downs.outputs([gated, (sizes(1, "S", 8), half), order, begins, table])
+        (parts,) = downs.outputs([gated, shares, order, begins, table])
         assert numbers(parts) == ([1, rows, 8 * 2048], half)
         launch = downs.launch(known)
         assert (launch.grid, launch.sizes) == ((128, 64, 1), [7, 2048, 768, 128])

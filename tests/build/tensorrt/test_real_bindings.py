@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 import real_bindings
 import tensorrt_names
+from lowered_engines import lower_for_gpu
+from tensorrt_bundles import two_layer_bundle
 
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.op_table import Version
+from edgellm.device_runtime.runners.tensorrt.library import kernel_nodes
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import FIRST_QUICK_PLUGINS
 
 PLUGINS = {
@@ -20,11 +27,13 @@ PLUGINS = {
     "combine": ["HALF"],
     "convolve_rows": ["HALF"],
     "delta_rows": ["FLOAT"],
+    "route_rows": ["INT64", "HALF"],
     "group_rows": ["INT32", "INT32"],
     "expert_gates": ["HALF"],
     "expert_downs": ["HALF"],
     "sum_experts": ["HALF"],
 }
+NETWORKS = "qwen3_next", "granitemoehybrid"  # hybrids with experts: the delta rule, Mamba 2
 RTX_ONLY = "ComputeCapability", "num_compute_capabilities", "set_compute_capability"
 # What older versions lack; edgellm asks for it with hasattr, or by version.
 SINCE: dict[str, Version] = {
@@ -58,19 +67,33 @@ def ask(tmp_path_factory) -> Ask:
     libraries = real_bindings.make_libraries(tmp_path_factory.mktemp("libraries"))
     shared, _ = tensorrt_names.names()
     used = {path: calls for path, calls in shared.items() if not _is_of_rtx(path)}
+    nodes = attributes_of_nodes(tmp_path_factory.mktemp("networks"))
 
     @functools.cache
     def found(version: str, numpy: str, *, is_pips: bool = False) -> dict[str, Any]:
         printed = real_bindings.run(
             "bindings_child.py",
             libraries,
-            {"names": used},
+            {"names": used, "nodes": nodes},
             version=version,
             numpy=numpy,
             is_pips=is_pips,
         )
         return json.loads(printed.splitlines()[-1])
 
+    return found
+
+
+def attributes_of_nodes(folder: Path) -> dict[str, list[str]]:
+    """Attributes of all nodes of hybrids and mixtures, by plugins, as the parser reads them."""
+    found: dict[str, list[str]] = {plugin.name: [] for plugin in kernel_nodes.PLUGINS}
+    for model_type in NETWORKS:
+        bundle = two_layer_bundle(folder / model_type, model_type)
+        target = folder / f"{model_type}.onnx"
+        lower_for_gpu(bundle / "model.onnx", target, kernels=Kernels(87, "fp16"))
+        for node in ir.load(target).graph:
+            if node.domain == NAMESPACE:
+                found[node.op_type].append(node.attributes[GIVEN].as_string())
     return found
 
 
@@ -140,17 +163,18 @@ def test_attributes_of_plugins_are_those_that_were_given(ask, version, numpy):
 
 @every_version
 def test_each_layer_keeps_its_own_attribute(ask, version, numpy):
-    """Of 40 layers, from the graph to a plan, and before 10.9 from the plan to a context."""
+    """Of 40 layers and of networks, from the graph to a plan, and before 10.9 to a context."""
     found = ask(version, numpy)["plugins"]
     if _repeats(version, numpy):
         assert "change attributes of plugins" in found["error"]
         return
     assert found["types"] == PLUGINS
-    layers = [json.loads(text)["layer"] for text in found["expected"]]
-    assert layers == [*range(40)]
+    for texts in found["expected"].values():
+        assert [json.loads(text)["layer"] for text in texts[:40]] == [*range(40)]
+        assert len(texts) > 40  # nodes of networks
     stages = ("plan", "contexts") if _number(version) < FIRST_QUICK_PLUGINS else ("nodes",)
     for stage in stages:
-        assert found[stage] == dict.fromkeys(PLUGINS, found["expected"])
+        assert found[stage] == found["expected"]
 
 
 @pytest.mark.parametrize(
@@ -161,4 +185,4 @@ def test_plugins_of_pips_packages(ask, version):
     """Its module `tensorrt` has no `plugin`; that of the bindings makes the same nodes."""
     found = ask(version, "1", is_pips=True)["plugins"]
     assert found["module"] == "tensorrt_bindings.plugin"
-    assert found["nodes"] == dict.fromkeys(PLUGINS, found["expected"])
+    assert found["nodes"] == found["expected"]

@@ -16,6 +16,7 @@ import pytest
 from edgellm.core.errors import EdgeLLMError
 from edgellm.device_runtime.kernels.triton import prebuilt
 from edgellm.device_runtime.kernels.triton.catalog import (
+    ADVANCE_STATE,
     KERNELS,
     LARGEST_SHARED_BYTES,
     TARGETS,
@@ -160,10 +161,18 @@ def test_the_gates_can_fail(said, text, shared, spilled):
 
 
 def test_states_are_read_16_bytes_at_a_time():
-    variant, wide = delta_rows(128, takes=True), "ld.global.v4.b32 {%r1}, [%rd1];\n"
-    for times, said in ((3, ["a thread reads 48 bytes 16 at a time, not 64"]), (4, [])):
-        ptx = Ptx(entry="delta_rows", text=wide * times, version=85, target="sm_87", shared_bytes=0)
-        assert faults(variant, ptx, Assembled(128, 0)) == said
+    load = "ld.global.v4.b32 {%r1}, [%rd1];\n"
+    for variant, text, wanted in (
+        (delta_rows(takes=True), WIDE, 8),
+        (delta_rows(takes=False), WIDE, 6),
+        (ADVANCE_STATE, load, 2),
+    ):
+        said = f"a thread reads {16 * wanted - 16} bytes 16 at a time, not {16 * wanted}"
+        for times, expected in ((wanted - 1, [said]), (wanted, [])):
+            ptx = Ptx(
+                entry="delta_rows", text=text * times, version=85, target="sm_87", shared_bytes=0
+            )
+            assert faults(variant, ptx, Assembled(128, 0)) == expected
 
 
 def test_experts_are_read_16_bytes_at_a_time():

@@ -155,10 +155,6 @@ class Delta:
         self.table = make_table([self.state, self.keys, self.deltas, self.decays])
         self.tree = make_tree(parents, rows + 3)
 
-    @property
-    def tile(self) -> int:
-        return catalog.state_tile(*self.sizes[2:])
-
     def run(self, launch: Callable[..., None]) -> np.ndarray:
         y = np.full_like(self.v, np.nan)
         _, heads, _, value_dim = self.sizes
@@ -175,7 +171,7 @@ class Delta:
             self.table,
             *sizes,
             y,
-            **catalog.delta_rows(self.tile, takes=self.takes).constants,
+            **catalog.delta_rows(takes=self.takes).constants,
         )
         return y
 
@@ -188,7 +184,7 @@ class Delta:
             self.table,
             np.array([ENTRY], np.int32),
             *self.sizes,
-            **catalog.advance_state(self.tile).constants,
+            **catalog.ADVANCE_STATE.constants,
         )
 
     def expected(self) -> tuple[np.ndarray, list[np.ndarray]]:

@@ -13,9 +13,21 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     Size,
 )
 
-GROUP_ROWS, SUM_EXPERTS = "group_rows", "sum_experts"
+ROUTE_ROWS, GROUP_ROWS, SUM_EXPERTS = "route_rows", "group_rows", "sum_experts"
 EXPERT_GATES, EXPERT_DOWNS = "expert_gates", "expert_downs"
+# Of `RoutingForm`, in the order of the kernel's arguments.
+STEPS = "offset", "capped", "sigmoid", "biased", "normalized", "weighted"
 _Outputs = tuple[tuple[str, tuple[Size, ...]], ...]
+
+
+def _routed(_op: Any, of: Shapes, given: Given) -> _Outputs:
+    rows = of["logits"][0], of["logits"][1], given["top_k"]
+    return ("int64", rows), ("float16", rows)
+
+
+def _route(_op: Any, of: Shapes, given: Given) -> Launch:
+    sizes = given["experts"], given["top_k"], *given["steps"], *given["number_bits"]
+    return Launch(catalog.route_rows(given["experts"]), (of["logits"][1], 1, 1), sizes)
 
 
 def _grouped(_op: Any, of: Shapes, given: Given) -> _Outputs:
@@ -61,6 +73,13 @@ def _sum(_op: Any, of: Shapes, given: Given) -> Launch:
 
 
 PLUGINS = (
+    Plugin(
+        name=ROUTE_ROWS,
+        inputs=("logits", "offsets", "bias", "factors"),
+        num_outputs=2,
+        outputs=_routed,
+        launch=_route,
+    ),
     Plugin(name=GROUP_ROWS, inputs=("ids",), num_outputs=2, outputs=_grouped, launch=_group),
     Plugin(
         name=EXPERT_GATES,

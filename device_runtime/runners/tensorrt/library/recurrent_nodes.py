@@ -35,10 +35,9 @@ def _read(_op: Any, of: Shapes, _given: Given) -> tuple[tuple[str, tuple[Size, .
 
 def _delta(_op: Any, of: Shapes, given: Given) -> Launch:
     heads, key_dim, value_dim = given["heads"], given["key_dim"], given["value_dim"]
-    variant = catalog.delta_rows(catalog.state_tile(key_dim, value_dim), takes=bool(given["takes"]))
     sizes = given["key_heads"], heads, key_dim, value_dim
     return Launch(
-        variant,
+        catalog.delta_rows(takes=bool(given["takes"])),
         (heads, -(-value_dim // catalog.VALUES), 1),
         (given["entry"], of["q"][1], of["tree"][1], *sizes),
     )

@@ -156,7 +156,7 @@ def test_nodes_compute_recurrent_layers():
 
 
 def test_nodes_compute_experts():
-    """Two of three experts for each row, with a ReLU in the place of Swish."""
+    """Two of three experts for each row by softmax, with a ReLU in the place of Swish."""
     random, machine, experts, hidden, inner = np.random.default_rng(0), Machine(), 3, 32, 16
     half = lambda *shape: random.standard_normal(shape).astype(np.float16)  # noqa: E731
     ups, downs = half(experts, inner, hidden) / 8, half(experts, hidden, inner) / 8
@@ -165,8 +165,12 @@ def test_nodes_compute_experts():
     numbers = np.array([65504, 3e38, 0, 0], np.float32).view(np.int32).tolist()
     given = {"experts": experts, "top_k": 2, "hidden": hidden, "inner": inner, "capability": 87}
     given |= {"layer": 0, "codes": "fp16", "block": 16, "gating_bits": numbers}
-    x, shares = half(1, ROWS, hidden), random.random((1, ROWS, 2)).astype(np.float16)
-    ids = np.stack([random.permutation(experts)[:2] for _ in range(ROWS)])[None]
+    given |= {"steps": [0] * 6, "number_bits": np.array([1, 0, 0, 1], "f4").view("i4").tolist()}
+    x, logits = half(1, ROWS, hidden), random.standard_normal((1, ROWS, experts)).astype(np.float32)
+    ids, shares = machine.run("route_rows", logits, logits, logits, logits, given=given)
+    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_array_equal(ids, np.argsort(-logits, -1)[:, :, :2])
+    np.testing.assert_allclose(shares, -np.sort(-softmax)[:, :, :2], atol=1e-3)
     order, begins = machine.run("group_rows", ids, given=given)
     (gated,) = machine.run("expert_gates", x, order, begins, table, given=given)
     (parts,) = machine.run("expert_downs", gated, shares, order, begins, table, given=given)
