@@ -380,6 +380,7 @@ def test_unknown_platforms_and_bundles(tmp_path):
 def test_a_folder_that_is_too_large_is_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_MAX_BYTES", 1000)
     monkeypatch.setattr(cli, "_make_bundles", lambda *_: [])
+    monkeypatch.setattr(cli, "_SOURCE", ())
     with pytest.raises(EdgeLLMError, match="more than"):
         cli.proof_folder(tmp_path / "new", no_wheels=True)
     assert not (tmp_path / "new").exists()
