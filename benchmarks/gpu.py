@@ -4,6 +4,7 @@
     python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
     python benchmarks/gpu.py kernels             # attention, recurrent, experts: against numpy
     python benchmarks/gpu.py clock               # bandwidth of the memory
+    python benchmarks/gpu.py shape 1b            # random weights: speed, energy, clocks, heat
     python benchmarks/gpu.py model               # predicted speeds beside published ones
     python benchmarks/gpu.py provider ENGINE --onnxruntime FOLDER --include FOLDER
 
@@ -260,6 +261,22 @@ def _show_figures(found: dict[str, float]) -> None:
         print(f"{name:32} {value:12.1f}")
 
 
+def show_shape(options: argparse.Namespace) -> None:
+    """Measure a random model in INT4; the last line is JSON."""
+    from harness.gpu.shape_speed import measure_speed
+
+    from edgellm.scripts.proof_folder.steps.dry import pretend
+
+    if options.dry:
+        pretend(options.backend)
+    try:
+        passed, found = measure_speed(options.shape, options.backend, dry=options.dry)
+    except EdgeLLMError as error:
+        sys.exit(f"error: {error}\nhint: {error.hint}")
+    print(json.dumps(found))
+    sys.exit(0 if passed else 1)
+
+
 def show_rounds(options: argparse.Namespace) -> None:
     """Count calls and bytes of plain steps and drafted rounds; the last line is JSON."""
     if options.fake is not None:
@@ -295,6 +312,7 @@ MODES = {
     "recurrent": show_recurrent,
     "experts": show_experts,
     "rounds": show_rounds,
+    "shape": show_shape,
     "model": show_model,
     "provider": show_provider,
 }
@@ -315,6 +333,9 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("decode", "rounds"):
         found[name].add_argument("engine", type=Path)
         add_run_flags(found[name])
+    found["shape"].add_argument("shape", choices=("1b", "8b"))
+    found["shape"].add_argument("--backend", default="tensorrt")
+    found["shape"].add_argument("--dry", action="store_true", help="a small model on a fake GPU")
     found["rounds"].add_argument(
         "--fake",
         type=Path,

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import signal
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+STEPS = "edgellm.scripts.proof_folder.steps"
 CONTENTS, JOURNAL = "contents.json", "journal.jsonl"
 OK, FAILED, SKIPPED, CUT = "ok", "FAILED", "skipped", "out of time"
 _LINES = 12  # of a step's output that are kept
@@ -122,13 +124,11 @@ def run_step(
     """Run a step; return its status and what it printed as JSON in the last line."""
     limit = min(step["limit_s"], clock.left_s)
     words = [python, *step["words"], *(["--dry"] if dry else [])]
-    paths = [HERE / "proof" / one for one in ("benchmarks", "tests", "tests/support")]
-    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
             words,
             cwd=HERE,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+            env=_variables(),
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=subprocess.STDOUT,
@@ -152,6 +152,13 @@ def run_step(
     if "skipped" in result:
         return SKIPPED, {"said": [result["skipped"]]}
     return OK, result
+
+
+def _variables() -> dict[str, str]:
+    """The environment of a step, which finds the folder's programs."""
+    paths = [HERE / "proof" / one for one in ("", "benchmarks", "tests", "tests/support")]
+    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -201,7 +208,7 @@ def write_report(
     results = [done.get(name, {"step": name, "status": "not run"}) for name in names]
     facts = {"machine": platform.machine(), "system": platform.platform(), "dry": dry}
     content = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "steps": results}
-    (output / "proof.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    _replace(output / "proof.json", json.dumps(content, indent=1))
     title = "# A dry run: nothing ran on a GPU" if dry else "# edgellm on a GPU"
     lines = [title, "", f"{content['date']}, {facts['system']}", ""]
     lines += ["| step | result | seconds | reason |", "|---|---|---|---|"]
@@ -216,7 +223,19 @@ def write_report(
         text = "\n".join(each.get("said", ())) or _figures(each)
         if text and each["status"] != SKIPPED:
             lines += ["", f"## {each['step']}", "", "```", text, "```"]
-    (output / "proof.md").write_text("\n".join(lines) + "\n", "utf-8")
+    _replace(output / "proof.md", "\n".join(lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole, or leave it as it was."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(f"{text}\n", "utf-8")
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
 
 
 def _row(step: str, name: str, one: dict[str, Any]) -> str:
@@ -227,6 +246,8 @@ def _row(step: str, name: str, one: dict[str, Any]) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(_cell, value))
+    if value is None:
+        return "not judged"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -249,13 +270,14 @@ def prove(options: argparse.Namespace) -> int:
     clock = Clock(time.monotonic() + 60 * options.minutes)
     contents = read_contents()
     output = options.output or HERE / "results"
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ProofError(f"{output}: {error.strerror}", "give another folder by --output") from None
-    python = environment(options.python, contents, output)
     journal, key = output / JOURNAL, f"{contents['key']}{'-dry' if options.dry else ''}"
+    with _written(output, "give another folder by --output"):
+        output.mkdir(parents=True, exist_ok=True)
+        journal.open("a").close()
+    python = environment(options.python, contents, output)
     steps, done = contents["steps"], read_journal(journal, key)
+    if options.again:
+        done = {name: one for name, one in done.items() if one["status"] != FAILED}
     lacking = _lacking(python, dry=options.dry)
     status = 0
     try:
@@ -264,17 +286,28 @@ def prove(options: argparse.Namespace) -> int:
                 break
             entry = _result(python, step, clock, lacking, dry=options.dry)
             entry = {"key": key, "step": step["name"], **entry}
-            append(journal, entry)
+            with _written(journal, "free some space; the same command continues"):
+                append(journal, entry)
             done[step["name"]] = entry
             print(f"{entry['status']:11} {step['name']}, {entry['seconds']:.1f} s", flush=True)
     except KeyboardInterrupt:
         status = _INTERRUPTED
-    write_report(output, steps, done, dry=options.dry)
+    with _written(output, "free some space; the same command writes the report"):
+        write_report(output, steps, done, dry=options.dry)
     print(f"{output / 'proof.md'} and .json")
     found = [done.get(step["name"], {}).get("status") for step in steps]
     if left := sum(each in (None, CUT) for each in found):
         print(f"{left} of {len(steps)} steps are left; the same command continues")
     return status or int(any(each not in (OK, SKIPPED) for each in found))
+
+
+@contextlib.contextmanager
+def _written(path: Path, remedy: str) -> Iterator[None]:
+    """Explain why a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ProofError(f"{path}: {error.strerror}", remedy) from None
 
 
 def _result(
@@ -291,22 +324,38 @@ def _result(
 
 def _lacking(python: str, *, dry: bool) -> dict[str, str]:
     """Why this machine cannot run the steps of a need; "": it can."""
-    words = [python, "proof/engine_step.py", "available", *(["--dry"] if dry else [])]
-    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=HERE)
+    words = [python, "-m", STEPS, "available", *(["--dry"] if dry else [])]
+    result = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=HERE, env=_variables()
+    )
     if result.returncode:
         said = (result.stderr.strip().splitlines() or ["no output"])[-1]
         raise ProofError(f"{python} does not run edgellm: {said}", "give another --python")
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def _minutes(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (minutes := float(text)) < math.inf:
+            return minutes
+    raise argparse.ArgumentTypeError(f"{text} is no time; give minutes, as 25")
+
+
+def _end_by_signal(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number)
+
+
 def main() -> None:
     """Run the proof; the exit status is 1 if a step failed or is left."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument(
-        "--minutes", type=float, default=25, help="End after this time. Default: 25 minutes."
+        "--minutes", type=_minutes, default=25, help="End after this time. Default: 25 minutes."
     )
     parser.add_argument(
         "--dry", action="store_true", help="Run on the CPU and on a fake GPU. Default: off."
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="Run failed steps again. Default: off."
     )
     parser.add_argument(
         "--python", default="", help="Run the steps in this Python. Default: the folder's wheels."
@@ -315,11 +364,18 @@ def main() -> None:
         "--output", type=Path, help="Write results here. Default: results, in the folder."
     )
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a step's processes must end, too
+        signal.signal(number, _end_by_signal)
     try:
         sys.exit(prove(options))
+    except KeyboardInterrupt:  # before the first step
+        sys.exit(_INTERRUPTED)
     except ProofError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+    except OSError as error:
+        remedy = "see that the folder of temporary files can be written, or set TMPDIR"
+        print(f"prove: {error}; {remedy}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,14 @@ from made_once import made_once
 
 from edgellm.build.verify.check import row_errors
 from edgellm.core.errors import EdgeLLMError
-from edgellm.scripts.proof_folder import cli, engine_step, prove, wheels
-from edgellm.scripts.proof_folder.bundles import NAMES, make_bundle
+from edgellm.scripts.proof_folder import cli, prove, wheels
+from edgellm.scripts.proof_folder.bundles import make_bundle
+from edgellm.scripts.proof_folder.checkpoints import MODELS
+from edgellm.scripts.proof_folder.steps import memory, outputs
 
 # What no step may reach: names of an index cannot be resolved, and proxies do not answer.
 OFFLINE = {"PIP_NO_INDEX": "1", "https_proxy": "http://127.0.0.1:9", "PIP_RETRIES": "0"}
-FP16 = "fp16, TensorRT"
+FP16, FP16_CUDA = "fp16, TensorRT", "fp16, ONNX Runtime on CUDA"
 
 
 @pytest.fixture(scope="session")
@@ -67,21 +71,21 @@ def results(folder):
 
 
 def test_the_folder_proves_itself_on_the_cpu(folder):
-    keep(folder, FP16, "fp16, ONNX Runtime on CUDA")
+    keep(folder, FP16, FP16_CUDA)
     code, said, errors = run(folder)
     assert code == 0, said + errors
     found = results(folder)
-    outputs = found[FP16]["outputs"]
-    assert {name.partition(",")[0] for name in outputs} == {
-        "logits of the prompt",
-        "logits of a token",
-        "logits of a tree",
-        "logits of the next token",
-        "K/V of layer 0",
-        "K/V of layer 1",
-    }
-    assert all(0 <= one["error"] <= one["allowed"] < 0.01 for one in outputs.values())
-    assert found["fp16, ONNX Runtime on CUDA"]["said"] == ["a dry run has no CUDA"]
+    for name in (FP16, FP16_CUDA):
+        rows = found[name]["outputs"]
+        assert {name.partition(",")[0] for name in rows} == {
+            "logits of the prompt",
+            "logits of a token",
+            "logits of a tree",
+            "logits of the next token",
+            "K/V of layer 0",
+            "K/V of layer 1",
+        }
+        assert all(0 < one["error"] <= one["allowed"] < 0.01 for one in rows.values())
     page = (folder / "results" / "proof.md").read_text()
     assert page.startswith("# A dry run: nothing ran on a GPU")
     assert f"| {FP16} | logits of the prompt, sequence 0 |" in page
@@ -93,12 +97,18 @@ def test_other_numbers_fail(made, tmp_path):
     arrays[name][1, 0, 3] *= 1.01
     np.savez(tmp_path / "other.npz", **arrays)
     bundle = made / "bundles" / "fp16"
-    passed, found = engine_step._outputs(
-        bundle, tmp_path / "other.npz", "onnxruntime_cpu", sequences=1, adapter=None
-    )
-    outputs = found["outputs"]
-    wrong = [key for key, one in outputs.items() if one["error"] > one["allowed"]]
+
+    def compare():
+        given = {"sequences": 1, "adapter": None}
+        return outputs.compare_outputs(bundle, tmp_path / "other.npz", "onnxruntime_cpu", **given)
+
+    passed, found = compare()
+    rows = found["outputs"]
+    wrong = [key for key, one in rows.items() if one["error"] > one["allowed"]]
     assert (passed, wrong) == (False, [name])
+    del arrays[name]
+    np.savez(tmp_path / "other.npz", **arrays)
+    assert compare() == (False, {"said": [f"outputs differ: {[name]}"]})
 
 
 @pytest.mark.nightly
@@ -122,10 +132,32 @@ def test_all_steps_of_a_dry_run(tmp_path, capsys):
     code, said, errors = run(folder, "--minutes", "60")
     assert code == 0, said + errors
     found = results(folder)
-    assert {each["status"] for name, each in found.items() if "CUDA" not in name} == {"ok"}
-    assert {f"{name}, TensorRT" for name in NAMES} <= found.keys()
+    assert {each["status"] for each in found.values()} == {"ok"}
+    assert {f"{name}, TensorRT" for name in MODELS} <= found.keys()
+    assert {each["step"] for each in found.values() if "outputs" not in each} == {
+        "machine",
+        "runtime and kernels",
+    }
     assert found["runtime and kernels"]["figures"]["gather_gb_per_s"] > 0
+    assert found["speed of 1B, TensorRT"]["figures"]["decoding, tokens/s"] > 0
     assert "2 of 2 answers identical" in " ".join(found["EAGLE3 trees, TensorRT"]["said"])
+    assert "0.png: Row 1 : " in " ".join(found["pictures, TensorRT"]["said"])
+
+
+def test_growing_memory_fails(monkeypatch):
+    samples, used = memory._Samples(), iter([100.0, 100.0, 100.0, 120.0, 120.0, 120.0])
+    monkeypatch.setattr(memory, "_memory", lambda: {"host memory": next(used)})
+    for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+        samples.add(share)
+    rows = samples.rows(dry=False)
+    assert rows["host memory, MiB"] == {
+        "found": [120.0],
+        "expected": [100.0],
+        "error": 20.0,
+        "allowed": 16.0,
+    }
+    assert not outputs.passed(rows)
+    assert outputs.passed(samples.rows(dry=True))
 
 
 @pytest.fixture
@@ -134,7 +166,7 @@ def steps_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(prove, "HERE", tmp_path)
     monkeypatch.setattr(prove, "_lacking", lambda *_, **__: {})
 
-    def run_lines(limit_s=60.0, minutes=1.0, **lines):
+    def run_lines(limit_s=60.0, minutes=1.0, again=False, **lines):
         steps = [
             {"name": name, "words": ["-c", line], "needs": [], "limit_s": limit_s}
             for name, line in lines.items()
@@ -142,7 +174,11 @@ def steps_alone(tmp_path, monkeypatch):
         contents = {"files": {}, "platforms": [], "requirements": {}, "steps": steps}
         (tmp_path / "contents.json").write_text(json.dumps(contents))
         options = argparse.Namespace(
-            minutes=minutes, python=sys.executable, dry=True, output=tmp_path / "results"
+            minutes=minutes,
+            python=sys.executable,
+            dry=True,
+            again=again,
+            output=tmp_path / "results",
         )
         status = prove.prove(options)
         return status, [each["status"] for each in results(tmp_path).values()]
@@ -165,6 +201,101 @@ def test_an_interrupted_run_continues(steps_alone, tmp_path):
     assert (tmp_path / "counter").read_text() == "x"
     assert steps_alone(**lines, other="print()") == (1, ["FAILED", "ok", "ok"])
     assert (tmp_path / "counter").read_text() == "xx"  # those were results of another folder
+
+
+def test_failed_steps_run_again_on_request(steps_alone, tmp_path):
+    counter = tmp_path / "counter"
+    count = f"open({str(counter)!r}, 'a').write('x')"
+    lines = {
+        "fails once": f"{count}; raise SystemExit(len(open({str(counter)!r}).read()) == 1)",
+        "passes": count,
+    }
+    assert steps_alone(**lines) == (1, ["FAILED", "ok"])
+    assert steps_alone(**lines) == (1, ["FAILED", "ok"])
+    assert steps_alone(again=True, **lines) == (0, ["ok", "ok"])
+    assert counter.read_text() == "xxx"
+
+
+def test_a_full_disk_loses_the_newest_result_alone(steps_alone, tmp_path, monkeypatch):
+    lines = {"first": "print('1')", "second": "print('2')"}
+    left = iter((1, 0))  # writes for which there is space
+
+    def full(*_):
+        if not next(left):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(prove.ProofError, match=r"jsonl: No space left .*; free some space"):
+            steps_alone(**lines)
+    assert steps_alone(**lines) == (0, ["ok", "ok"])
+    report, left = tmp_path / "results" / "proof.md", iter((0,))
+    before = report.read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        with pytest.raises(prove.ProofError, match="results: No space left on device; free some"):
+            steps_alone(**lines)
+    assert report.read_text() == before
+    assert {each.name for each in report.parent.iterdir()} == {
+        "journal.jsonl",
+        "proof.json",
+        "proof.md",
+    }
+
+
+def test_a_signal_ends_the_step_and_its_children(tmp_path, folder):
+    """`kill` loses no result, and leaves no process that holds the GPU."""
+    path = folder / "contents.json"
+    contents = json.loads(path.read_text())
+    child = "import time; time.sleep(100)"
+    line = (
+        f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}]); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(100)"
+    )
+    contents["steps"] = [
+        {"name": name, "words": ["-c", words], "needs": [], "limit_s": 60.0}
+        for name, words in (("first", "print('1')"), ("second", line))
+    ]
+    path.write_text(json.dumps(contents))
+    words = [folder / "prove", "--dry", "--python", sys.executable]
+    process = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.DEVNULL)
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    process.terminate()
+    assert process.wait() == 130
+    assert [each["status"] for each in results(folder).values()] == ["ok", "not run"]
+    number = int((tmp_path / "pid").read_text())
+    until(lambda: not Path(f"/proc/{number}").exists() or "Z" in state_of(number))
+
+
+def state_of(number):
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def until(holds):
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--minutes", "0"), "0 is no time; give minutes, as 25"),
+        (("--minutes", "nan"), "nan is no time"),
+        (("--output", "prove"), "prove: File exists; give another folder by --output"),
+        (("--what",), "unrecognized arguments: --what"),
+    ],
+)
+def test_wrong_arguments_change_nothing(folder, flags, error):
+    given = [str(folder / each) if each == "prove" else each for each in flags]
+    before = (folder / "prove").read_bytes()
+    code, said, errors = run(folder, *given)
+    assert (code, said) == (2, "")
+    assert error in errors
+    assert "Traceback" not in errors
+    assert (folder / "prove").read_bytes() == before
+    assert not (folder / "results").exists()
 
 
 def test_the_time_budget_is_kept(steps_alone, tmp_path, capsys):
@@ -249,6 +380,7 @@ def test_unknown_platforms_and_bundles(tmp_path):
 def test_a_folder_that_is_too_large_is_not_made(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_MAX_BYTES", 1000)
     monkeypatch.setattr(cli, "_make_bundles", lambda *_: [])
+    monkeypatch.setattr(cli, "_SOURCE", ())
     with pytest.raises(EdgeLLMError, match="more than"):
         cli.proof_folder(tmp_path / "new", no_wheels=True)
     assert not (tmp_path / "new").exists()

@@ -95,9 +95,9 @@ GEMMA_4: dict[str, dict[str, Any]] = {
 }
 _DTYPES: dict[str, Any] = {
     "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I32": np.int32,
-    "I64": np.int64,
+    "I64": np.int64, "U8": np.uint8,
 }  # fmt: skip
-_AWQ_GROUP = 128
+_GROUP = 128  # of INT4 weights
 _DRAFT_VOCAB = 32000
 _NOISE = 1 << 20  # values, which are repeated
 
@@ -156,14 +156,42 @@ def write_awq(config: Mapping[str, Any], folder: Path) -> Path:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, (out, width) in matrices(config).items():
         tensors[f"{name}.qweight"] = "I32", (width, out // 8)
-        tensors[f"{name}.qzeros"] = "I32", (width // _AWQ_GROUP, out // 8)
-        tensors[f"{name}.scales"] = "F16", (width // _AWQ_GROUP, out)
+        tensors[f"{name}.qzeros"] = "I32", (width // _GROUP, out // 8)
+        tensors[f"{name}.scales"] = "F16", (width // _GROUP, out)
     tensors |= {name: ("F16", shape) for name, shape in _others(config).items()}
     quantization = {
-        "quant_method": "awq", "bits": 4, "group_size": _AWQ_GROUP, "version": "gemm",
+        "quant_method": "awq", "bits": 4, "group_size": _GROUP, "version": "gemm",
         "zero_point": True,
     }  # fmt: skip
     _write_folder({**config, "quantization_config": quantization}, tensors, folder)
+    return _write_tokenizer(config, folder)
+
+
+def write_int4(config: Mapping[str, Any], folder: Path) -> Path:
+    """Write a checkpoint in ModelOpt's layout of INT4, with a tokenizer of words."""
+    _write_folder(config, int4_tensors(config), folder)
+    quantization = {"quant_algo": "W4A16_AWQ", "group_size": _GROUP, "has_zero_point": False}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    return _write_tokenizer(config, folder)
+
+
+def int4_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Return dtypes and shapes of the tensors that `write_int4` writes."""
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, (out, width) in matrices(config).items():
+        tensors[f"{name}.weight"] = "U8", (out // 2, width)
+        tensors[f"{name}.weight_scale"] = "F32", (out, width // _GROUP)
+    return tensors | {name: ("F16", shape) for name, shape in _others(config).items()}
+
+
+def num_bytes(tensors: Tensors) -> int:
+    """Return the size of a checkpoint of these tensors."""
+    return sum(
+        int(np.prod(shape)) * np.dtype(_DTYPES[dtype]).itemsize for dtype, shape in tensors.values()
+    )
+
+
+def _write_tokenizer(config: Mapping[str, Any], folder: Path) -> Path:
     words = ["<unk>", "<s>", "</s>", *(f"w{at}" for at in range(3, config["vocab_size"]))]
     vocab = {word: at for at, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
@@ -263,11 +291,13 @@ def _contents(name: str, dtype: str, count: int, number: int) -> Iterator[bytes]
     random = np.random.default_rng(number)
     if dtype == "I32":
         values = random.integers(-(1 << 31), 1 << 31, min(count, _NOISE), np.int64)
+    elif dtype == "U8":
+        values = random.integers(0, 256, min(count, _NOISE))
     elif dtype == "I64":
         values = np.zeros(count)
     elif name.endswith(("norm.weight", "layer_scalar")):
         values = np.ones(count)
-    elif name.endswith(".scales"):
+    elif name.endswith((".scales", ".weight_scale")):
         values = np.full(min(count, _NOISE), 0.004)
     else:
         values = random.standard_normal(min(count, _NOISE), np.float32) * 0.02

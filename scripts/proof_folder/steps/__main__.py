@@ -1,0 +1,107 @@
+"""A step of the proof on engines: built on this machine, compared with expected outputs.
+
+    python -m edgellm.scripts.proof_folder.steps available
+    python -m edgellm.scripts.proof_folder.steps machine
+    python -m edgellm.scripts.proof_folder.steps outputs BACKEND BUNDLE EXPECTED
+    python -m edgellm.scripts.proof_folder.steps trees BACKEND BASE DRAFT REQUESTS
+    python -m edgellm.scripts.proof_folder.steps pictures BACKEND BASE VISUAL PICTURES
+    python -m edgellm.scripts.proof_folder.steps memory BACKEND BASE DRAFT
+
+`--help` has the flags. The last line of the output is a JSON object for `prove`. With `--dry`
+TensorRT's engines run on a fake GPU, and those for CUDA on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from edgellm.core.errors import EdgeLLMError
+from edgellm.device_runtime import runners
+from edgellm.device_runtime.gpu import compute_capability
+from edgellm.scripts.proof_folder.steps.dry import backend_for, pretend
+from edgellm.scripts.proof_folder.steps.memory import run_long
+from edgellm.scripts.proof_folder.steps.outputs import Result, compare_outputs
+from edgellm.scripts.proof_folder.steps.pictures import compare_captions
+from edgellm.scripts.proof_folder.steps.trees import command, compare_trees
+
+_BACKENDS, _GPU = ("tensorrt", "onnxruntime_cuda"), "gpu"
+_KINDS = ("available", "machine", "outputs", "trees", "pictures", "memory")
+_DRY_S = 1.0  # of a long run
+
+
+def _machine() -> Result:
+    """What `edgellm-doctor` says of this machine; it exits with 1 if something is missing."""
+    code, said = command("tools.doctor")
+    return code in (0, 1), {"said": said}
+
+
+def _available(*, dry: bool) -> dict[str, str]:
+    """Why this machine cannot run steps, by what they need; "": it can."""
+    if dry:
+        return {}
+    found = {name: _lack_of(name) for name in _BACKENDS}
+    try:
+        found[_GPU] = "" if compute_capability() is not None else "there is no NVIDIA GPU here"
+    except EdgeLLMError as error:
+        found[_GPU] = str(error)
+    return {name: why or found[_GPU] for name, why in found.items()}
+
+
+def _lack_of(backend: str) -> str:
+    try:
+        runners.find(backend).require_device()
+    except EdgeLLMError as error:
+        return f"{backend}: {error}"
+    return ""
+
+
+def _run(options: argparse.Namespace) -> Result:
+    """Run a step; its result may be that it is skipped."""
+    if options.kind == "machine":
+        return _machine()
+    backend, *words = options.words
+    if not options.dry and options.capability > (compute_capability() or 0):
+        return True, {"skipped": f"it needs compute capability {options.capability / 10}"}
+    if options.dry:
+        pretend(backend)
+    first, second, *others = map(Path, words)
+    if options.kind == "trees":
+        return compare_trees(first, second, others[0], backend, dry=options.dry)
+    if options.kind == "pictures":
+        return compare_captions(first, second, others[0], backend)
+    if options.kind == "memory":
+        seconds = _DRY_S if options.dry else options.seconds
+        return run_long(first, second, backend, seconds, dry=options.dry)
+    if options.dry:
+        backend = backend_for(first, backend)
+    return compare_outputs(first, second, backend, options.sequences, options.adapter)
+
+
+def main() -> None:
+    """Run a step; the exit status is 1 if outputs differ more than they may."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("kind", choices=_KINDS)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--dry", action="store_true", help="run on the CPU")
+    parser.add_argument("--capability", type=int, default=0, help="least one of the GPU, as 89")
+    parser.add_argument("--sequences", type=int, default=1, help="size of the batch")
+    parser.add_argument("--adapter", type=Path, help="LoRA adapter of all sequences")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of a long run")
+    options = parser.parse_args()
+    if options.kind == "available":
+        print(json.dumps(_available(dry=options.dry)))
+        return
+    try:
+        passed, result = _run(options)
+    except EdgeLLMError as error:
+        passed, result = False, {"said": [str(error), error.hint]}
+    print(*result.get("said", ()), sep="\n")
+    print(json.dumps(result))
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()
