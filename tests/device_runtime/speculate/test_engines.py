@@ -246,7 +246,6 @@ def plain_answer():
     "eagle3-static",
     "assistant-cost",
     "low_rank-fixed",
-    "hybrid-lookups",
     "mtp-cost",
     "peagle-cost",
     "medusa-cost",
