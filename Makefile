@@ -25,6 +25,10 @@ define tested_with
 		--dist loadfile --max-worker-restart 0
 endef
 
+# Three for two cores, at most eight: a third of the time a worker waits, for a server or the disk.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); workers=$$((cores + (cores + 1) / 2)); \
+	echo $$((workers < 8 ? workers : 8)))
+
 # They count what a server does in a time, so they run after the others.
 ALONE = $(addprefix tests/tools/serve/test_,clients.py load.py)
 
@@ -44,7 +48,7 @@ all-types: $(TEST_VENV)/installed
 	nice -n 19 $(TEST_VENV)/bin/pyright --pythonpath $(TEST_VENV)/bin/python
 
 most-tests: $(TEST_VENV)/installed
-	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses auto --maxprocesses 8 \
+	OMP_NUM_THREADS=1 $(TEST_VENV)/bin/python -m pytest --numprocesses $(WORKERS) \
 		--dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 25 --folders -m "not nightly" \
 		$(addprefix --ignore=,$(ALONE))
 

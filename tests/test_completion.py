@@ -79,6 +79,7 @@ def _complete_in_bash(shell: dict[str, str], line: str) -> list[str]:
     return _run(["bash", "-c", script], shell).split()
 
 
+@pytest.mark.each_change("edgellm", "edgellm-export", "llm_build", "edgellm-serve")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_flags_in_bash(shell, name):
     assert name in FLAGS, "add a line of the new command"

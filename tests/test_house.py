@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -44,6 +45,11 @@ KERNELS = "device_runtime/kernels/triton/"  # a kernel takes addresses and sizes
 CROWDED = {"export/models", "export/visual", "tools/serve/tool_calls/formats"}
 
 
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
 def _faults(path: Path) -> list[str]:
     """Files and functions that are too long, and meaningless file names."""
     source, name = path.read_text("utf-8"), path.relative_to(ROOT).as_posix()
@@ -52,7 +58,7 @@ def _faults(path: Path) -> list[str]:
     found += [name] if path.stem in ("utils", "helpers", "common", "misc") else []
     return found + [
         f"{name}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(_parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES
     ]
@@ -78,7 +84,7 @@ def _checked(kind: type[_Node]) -> Iterator[tuple[str, _Node]]:
     for path in FILES:
         name = path.relative_to(ROOT).as_posix()
         if name.partition("/")[0] in SIGNATURES and not name.startswith(KERNELS):
-            module = ast.parse(path.read_text("utf-8"))
+            module = _parsed(path)
             classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
             bodies = [module.body, *(each.body for each in classes)]
             yield from (

@@ -174,6 +174,7 @@ def _requests(count: int) -> list[dict]:
     return [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS[:count]]
 
 
+@pytest.mark.nightly
 def test_speculative_outputs_of_edgellms_kernels_are_bit_identical(smollm2_bundles, tmp_path):
     llm = LLM(
         build(smollm2_bundles, tmp_path / "own", "int4", "edgellm"), spec=SpecOptions(tree="cost")

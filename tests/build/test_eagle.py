@@ -47,6 +47,7 @@ def test_a_draft_needs_the_engine_of_its_base(command_here, eagle_pair, tmp_path
     assert not (engine / "draft").exists()
 
 
+@pytest.mark.each_change("spec")
 @pytest.mark.parametrize("spelling", ["eagle", "spec"])
 def test_base_and_draft_are_built_into_one_folder(command_here, eagle_pair, tmp_path, spelling):
     engine = tmp_path / "engine"

@@ -84,6 +84,7 @@ def logits(session, sizes) -> np.ndarray:
     return np.concatenate(found)
 
 
+@pytest.mark.each_change("bundle-2-*", "gemma_bundle-6-int4")
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @pytest.mark.parametrize(("name", "layers"), [("bundle", 2), ("gemma_bundle", 6)])
 def test_experts_are_batch_invariant(name, layers, quantize, request, tmp_path):

@@ -120,6 +120,9 @@ def distances(found, expected):
     return np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
 
 
+@pytest.mark.each_change(
+    "gemma3", "ternary", "qwen35", "granitehybrid", "nemotron_h_moe", "kimi-linear", "qwen2moe"
+)
 @pytest.mark.parametrize("name", FILES)
 def test_stored_blocks_equal_the_decoded_floats(name, tmp_path):
     checkpoint = open_checkpoint(str(write(tmp_path, name)))

@@ -118,7 +118,12 @@ HEADS = {
 }
 
 
-_OF_NIGHTS = {"keys, values and states of three sizes"}
+_OF_NIGHTS = {
+    "keys, values and states of three sizes",
+    "12 queries share a key",
+    "20 with norms",
+    "24 with windows",
+}
 
 
 @pytest.mark.parametrize(
@@ -175,6 +180,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.each_change("24 with gates", "40 with biases")
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_of_any_width_equal_the_portable_graph(tmp_path, name):
     """The build compares each expert alone, for all kinds of rounding."""

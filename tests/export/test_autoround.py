@@ -124,6 +124,7 @@ def found_weights(folder):
     return graph_weights(folder.parent / "bundle")
 
 
+@pytest.mark.each_change("*-4-32-True", "*-4--1-False", "as transformers writes it-8-*")
 @pytest.mark.parametrize(("name", "bits", "group", "symmetric"), CASES)
 def test_weights_equal_those_that_auto_round_dequantizes(
     floats, tmp_path, name, bits, group, symmetric
@@ -224,6 +225,7 @@ def test_symmetric_compressed_tensors_with_zero_points_are_rejected(tmp_path, fl
     assert found_weights(tmp_path / "checkpoint")
 
 
+@pytest.mark.each_change("None-*", "value4-*")
 @pytest.mark.parametrize("key", ["extra_config", "dynamic", "config_groups"])
 @pytest.mark.parametrize("value", [None, True, [1], {"a": None}, {"a": 3}])
 def test_settings_without_effect_are_ignored(floats, tmp_path, key, value):

@@ -219,6 +219,7 @@ def test_checkpoints_that_contradict_their_config_are_rejected(
     assert not (tmp_path / "bundle").exists()
 
 
+@pytest.mark.each_change("awq-int4", "gptq-8-int8", "fp8-blocks-fp8", "ct-nvfp4-fp4")
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("w8a16", "int8"), ("awq", "int4"), ("gptq-8", "int8"), ("ct-int4", "int4"),

@@ -77,6 +77,14 @@ CONFIGS = {
 }
 
 
+@pytest.mark.each_change(
+    "one shared",
+    "single width",
+    "equal keys and values",
+    "no per-layer embeddings",
+    "as 26B-A4B",
+    "wide heads",
+)
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_configs_equal_transformers(tmp_path, changes):
     checkpoint, bundle = export(tmp_path, **changes)
@@ -230,6 +238,7 @@ def _measured(engine: Path) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
+@pytest.mark.each_change("int8")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_per_layer_embeddings_stay_in_the_mapped_file(bundle, tmp_path, quantize):

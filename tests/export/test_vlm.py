@@ -329,7 +329,9 @@ def _spec(exported: tuple[Any, Path]):
     return load_bundle(exported[1], LLM_BUNDLE).decoder
 
 
-@pytest.mark.each_change("*pieces*", "*qwen2_5_vl*")
+@pytest.mark.each_change(
+    "*-engine-pieces", "*qwen2_5_vl*", "gemma3-*-pieces", "qwen3_5-*-pieces", "gemma4-*-pieces"
+)
 @pytest.mark.parametrize(
     "chunks", [[40], [30, *[1] * 10], [10, 1, 14, 15]], ids=["prefill", "decode", "pieces"]
 )

@@ -94,6 +94,7 @@ def test_the_command_prints_progress_and_a_summary(command, place, tmp_path):
     assert "Inserted" not in result.stdout + result.stderr  # ModelOpt's prints
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_after_ctrl_c(command_here, place, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     model = make_model(tmp_path / "deep", "llama", num_hidden_layers=8)

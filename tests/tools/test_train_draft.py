@@ -104,8 +104,8 @@ def _arguments(job: Job, **changes: object) -> list[str]:
     return [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
 
 
-def _command(job: Job, **changes: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "edgellm.tools.train_draft", *_arguments(job, **changes)]
+def _command(job: Job) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "edgellm.tools.train_draft", *_arguments(job)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
@@ -129,7 +129,7 @@ def _network(folder: Path, vocabulary: int = HEAD) -> tuple[Draft, np.ndarray]:
     return draft, read_draft(draft, folder, taps, VOCAB)
 
 
-def test_the_command_trains_a_draft_that_loads(job):
+def test_the_command_trains_a_draft_that_loads(job, command_here):
     result = _command(job)
     assert result.returncode == 0, result.stderr
     assert "the base has answered 6 of 6 prompts" in result.stderr
@@ -143,7 +143,7 @@ def test_the_command_trains_a_draft_that_loads(job):
     }
     _network(job.output_dir)
     written = _files(job.output_dir)
-    again = _command(job)
+    again = command_here("edgellm-train-draft", *_arguments(job))
     assert (again.returncode, again.stderr) == (0, "")
     assert "finished already" in again.stdout
     _run_here(job, "--overwrite")  # nothing is trained, the same draft is written
@@ -151,7 +151,7 @@ def test_the_command_trains_a_draft_that_loads(job):
     another = f"another edgellm-train-draft uses {job.work_dir}"
     with hold(job.work_dir / "lock", "", ""), pytest.raises(EdgeLLMError, match=another):
         _run_here(job, "--overwrite")
-    other = _command(job, epochs=3)
+    other = command_here("edgellm-train-draft", *_arguments(job, epochs=3))
     assert_one_line_error(other, "it has --epochs 2, not 3", "--overwrite to replace it")
     assert other.returncode == 2
     with pytest.raises(EdgeLLMError, match="holds a run with other settings"):
@@ -401,11 +401,10 @@ def test_self_prompts_are_completed_and_trained_on(job, monkeypatch):
     assert json.loads((job.output_dir / "training.json").read_text())["self_prompts"] == 10
 
 
-def test_conversations_or_self_prompts_are_required(job):
+def test_conversations_or_self_prompts_are_required(job, command_here):
     flags = _arguments(job)
     at = flags.index("--data")
-    command = [sys.executable, "-m", "edgellm.tools.train_draft", *flags[:at], *flags[at + 2 :]]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = command_here("edgellm-train-draft", *flags[:at], *flags[at + 2 :])
     assert_one_line_error(result, "no conversations to train on", "--self_prompts N")
     assert result.returncode == 2
 
@@ -479,8 +478,8 @@ def test_foreign_files_are_not_overwritten(job):
         run(replace(job, output_dir=job.data[0]))
 
 
-def test_hidden_taps_must_be_numbers(job):
-    result = _command(job, hidden_taps="a,b")
+def test_hidden_taps_must_be_numbers(job, command_here):
+    result = command_here("edgellm-train-draft", *_arguments(job, hidden_taps="a,b"))
     assert_one_line_error(result, "--hidden_taps a,b: give whole numbers")
     assert result.returncode == 2
 

@@ -56,7 +56,14 @@ CASES = {
 IDS = np.random.default_rng(5).integers(9, 96, 40)
 
 
-@pytest.fixture(scope="module", params=CASES)
+# The same mechanisms as "window fp16" and "int4 blocks of 32"
+REPEATS = ("fp16", "int4 blocks of 16")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in REPEATS)) for name in CASES],
+)
 def built(request, tmp_path_factory):
     """An engine, its bundle's portable graph, and the bound."""
     kind, dtype, block, quantize, bound = CASES[request.param]

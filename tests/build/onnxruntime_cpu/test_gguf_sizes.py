@@ -67,6 +67,9 @@ def size(folder) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.each_change(
+    "Q4_0-True", "Q6_K-*", "Q4_K-True", "Q5_0-False", "IQ4_NL-True", "Q8_0-True", "TQ1_0-True"
+)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_a_bundle_has_the_size_of_the_file(kind, tied, file_of):
@@ -74,6 +77,7 @@ def test_a_bundle_has_the_size_of_the_file(kind, tied, file_of):
     assert size(exported(path)) < BUNDLE.get(kind, 1.05) * path.stat().st_size
 
 
+@pytest.mark.each_change("Q4_0-False", "Q4_K-*", "Q6_K-*", "Q5_1-True", "TQ2_0-True")
 @pytest.mark.parametrize(
     ("kind", "tied"),
     [

@@ -81,6 +81,7 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.each_change("base-fp16", "base-nvfp4", "base-int8_sq", "eagle_base-int4_awq")
 @pytest.mark.parametrize(
     ("kind", "precision"), [*(("base", each) for each in DISTANCES), ("eagle_base", "int4_awq")]
 )

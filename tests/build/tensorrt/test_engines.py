@@ -80,7 +80,13 @@ CASES = [
 CASES.append(("wide", "int4_awq", 120))
 
 
-@pytest.mark.each_change("draft-*", "wide-int4_awq-120", "eagle_base-nvfp4-120")
+@pytest.mark.each_change(
+    "draft-fp16-89",
+    "draft-int4_awq-89",
+    "draft-int8_sq-89",
+    "draft-fp8-120",
+    "eagle_base-nvfp4-120",
+)
 @pytest.mark.parametrize(("kind", "precision", "sm"), CASES)
 def test_decoders_compile_to_few_kernels(bundles, tmp_path, kind, precision, sm):
     bundle = bundles.make(kind, precision)
@@ -126,7 +132,7 @@ def test_products_of_adapters_are_fused(bundles, tmp_path):
             assert len(kernels) <= OUTSIDE_LAYERS + LAYERS * (KERNELS[precision][0] + 7)
 
 
-@pytest.mark.each_change("gemma2", "cohere2")
+@pytest.mark.each_change("gemma2")
 @pytest.mark.parametrize("model_type", ["gemma2", "glm4", "hunyuan_v1_dense", "cohere2"])
 def test_features_of_other_architectures_compile(tmp_path, model_type):
     """Soft caps, partial and interleaved RoPE, norms after RoPE, layers without RoPE."""
@@ -171,7 +177,7 @@ def _read_as_stored(kernels: list[Kernel], dtype: str) -> int:
     return sum(each.count for each in constants if each.dtype == dtype)
 
 
-@pytest.mark.each_change("qwen2_5_vl-int8", "gemma3-fp16", "idefics3-fp8")
+@pytest.mark.each_change("qwen2_5_vl-int8", "idefics3-fp8")
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
@@ -210,7 +216,7 @@ OLDER = [
 ]
 
 
-@pytest.mark.each_change("version1-*", "version2-*", "version4-*")
+@pytest.mark.each_change("version1-*", "version4-*")
 @pytest.mark.parametrize(("version", "kind", "precision", "sm"), OLDER)
 def test_graphs_of_older_versions_compile(
     bundles, tmp_path, monkeypatch, version, kind, precision, sm

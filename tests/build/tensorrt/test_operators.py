@@ -86,6 +86,17 @@ def lowered(
     return model
 
 
+@pytest.mark.each_change(
+    "eagle_base-fp16",
+    "eagle_base-nvfp4",
+    "eagle_base-int8_sq",
+    "draft-int4_awq",
+    "draft-fp8",
+    "heads-fp16",
+    "gemma3-int8",
+    "qwen2_5_vl-fp8",
+    "qwen3_5-fp16",
+)
 @pytest.mark.parametrize(("kind", "precision"), CASES)
 def test_every_version_supports_the_adapted_graph(bundles, tmp_path, kind, precision):
     bundle = bundles.make(kind, precision)
@@ -107,6 +118,7 @@ def test_every_version_supports_the_adapted_graph(bundles, tmp_path, kind, preci
                 assert [n.op_type for n in adapted.graph] == [n.op_type for n in model.graph]
 
 
+@pytest.mark.each_change("gemma3-fp16", "qwen2_5_vl-nvfp4", "gemma3-int8_sq")
 @pytest.mark.parametrize(("family", "precision"), TEXTS)
 def test_every_version_supports_decoders_with_images(bundles, tmp_path, family, precision):
     """Image rows, M-RoPE, DeepStack; in float16 also with edgellm's kernels."""
@@ -118,6 +130,7 @@ def test_every_version_supports_decoders_with_images(bundles, tmp_path, family, 
             adapt(model.clone(), version)
 
 
+@pytest.mark.each_change("eagle_base-fp16", "eagle_base-fp8", "draft-int4_awq", "draft-int8_sq")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["eagle_base", "draft"])
 def test_every_version_supports_edgellms_attention(bundles, tmp_path, kind, precision):
@@ -148,6 +161,7 @@ def test_block_drafters_are_rejected(eagle_pairs, tmp_path):
         predict(bundle, load_bundle(bundle, DRAFT_BUNDLE), plan, "tensorrt", tmp_path)
 
 
+@pytest.mark.each_change("gptq-order", "fp8-blocks")
 @pytest.mark.parametrize("form", ["gptq-order", "ct-w8a8", "ct-int8", "fp8-blocks"])
 def test_every_version_supports_its_weight_formats(bundles, tmp_path, form):
     """Zero points and permuted columns, scales of columns; FP8 in blocks from 10.13 on."""

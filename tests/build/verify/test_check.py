@@ -161,6 +161,16 @@ CASES = [
 ]
 
 
+@pytest.mark.each_change(
+    "mask-own int4",
+    "mask-int8",
+    "rope-own floats",
+    "rope-int4",
+    "weight-floats",
+    "weight-own int4",
+    "scale-int4",
+    "scale-own int4",
+)
 @pytest.mark.parametrize(("fault", "precision"), CASES)
 def test_a_fault_in_one_layer_stops_the_build(bundles, tmp_path, monkeypatch, fault, precision):
     sabotage, where = FAULTS[fault]
@@ -206,6 +216,14 @@ HONEST = [
 ] + [(precision, PLAN, "onnxruntime_cuda") for precision in ("fp16", "fp8")]
 
 
+@pytest.mark.each_change(
+    "fp16-plan0-*",
+    "fp8-plan2-*",
+    "int4_awq-plan4-*",
+    "int8_sq-plan6-*",
+    "int8_sq-plan7-*",
+    "fp8-plan9-*",
+)
 @pytest.mark.parametrize(("precision", "plan", "backend"), HONEST)
 def test_honest_lowerings_stay_below_half_of_the_bound(bundles, tmp_path, precision, plan, backend):
     bundle = bundles.make("eagle_base", precision)

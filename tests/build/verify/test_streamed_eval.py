@@ -55,6 +55,7 @@ def _reference(folder, tmp_path, quantize):
         return reference.make_reference(source, 64, Rounds(tuple(each.kernel for each in variants)))
 
 
+@pytest.mark.each_change("fp32-int4", "fp16-int8", "fp32-none")
 @pytest.mark.parametrize("quantize", ["int4", "int8", "none"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_pieces_and_slices_change_no_number(bundles, tmp_path, monkeypatch, quantize, precision):

@@ -309,6 +309,7 @@ def _require_cause(failure: BaseException | None, error: BaseException) -> None:
         assert failure.hint
 
 
+@pytest.mark.each_change("*-ValueError", "sampler draw-*", "drafter propose-*")
 @pytest.mark.usefixtures("free")
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("name", HOOKS)

@@ -173,6 +173,7 @@ def read(session, begin, end):
     return result.logits.tobytes()
 
 
+@pytest.mark.each_change("gemma4_text*")
 def test_a_fork_continues_if_its_window_is_cached(engine, whole):
     session = open_session(engine)
     read(session, 0, 700)
@@ -207,6 +208,7 @@ def answer(llm, ids, **options):
     return grown
 
 
+@pytest.mark.each_change("gemma4_text*")
 @pytest.mark.parametrize(
     "spec", [None, SpecOptions(network=None, lookups=("ngram",), tree="fixed")]
 )
@@ -229,6 +231,7 @@ def test_a_second_turn_computes_only_new_tokens(engine, whole, spec):
         assert four.profile.reused_tokens == [len(changed) - 1]
 
 
+@pytest.mark.each_change("gemma4_text*")
 def test_a_draft_with_window_layers(engine, whole):
     """Far beyond the window, and in a second turn."""
     with LLM(engine, context_reuse=True, spec=DRAFTED) as llm, LLM(whole) as other:
@@ -262,6 +265,7 @@ def test_a_prompt_that_diverges_from_the_output(request, whole, kind):
         assert answer(llm, other_text).token_ids == answer(other, other_text).token_ids
 
 
+@pytest.mark.each_change("gemma4_text*")
 def test_a_system_prompt_is_pinned_before_its_positions_are_freed(engine, whole):
     system = IDS[:150].tolist()
     with LLM(engine) as llm, LLM(whole) as other:
@@ -273,6 +277,7 @@ def test_a_system_prompt_is_pinned_before_its_positions_are_freed(engine, whole)
         assert found.profile.reused_tokens == [150]
 
 
+@pytest.mark.each_change("gemma4_text*")
 def test_batch_outputs_equal_single_outputs(engine, whole):
     prompts = [words(IDS[at : at + 500].tolist()) for at in (0, 60, 120, 180)]
     ask = {"max_generate_length": 30, "sampling": SamplingParams(temperature=0)}

@@ -192,6 +192,7 @@ WAYS = {
 }
 
 
+@pytest.mark.each_change("*-reuse", "plain-")
 @pytest.mark.parametrize("reuses", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("way", WAYS)
 def test_interleaved_outputs_equal_single_ones(eagle_pairs, way, reuses):

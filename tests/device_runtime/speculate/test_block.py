@@ -289,6 +289,9 @@ SPECS = {
 }
 
 
+@pytest.mark.each_change(
+    "dflash-by cost", "jetspec-short", "speculators-by cost", "one_window-fixed"
+)
 @pytest.mark.parametrize(
     ("name", "way"),
     [

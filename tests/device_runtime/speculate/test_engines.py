@@ -246,14 +246,11 @@ def plain_answer():
     "eagle3-static",
     "assistant-cost",
     "low_rank-fixed",
-    "hybrid-lookups",
     "mtp-cost",
     "peagle-cost",
     "medusa-cost",
-    "eagle1-fixed",
     "int8_draft-cost",
     "eagle3-cost_ngram",
-    "eagle3-cost_text",
 )
 @pytest.mark.parametrize(("name", "way"), [(n, way) for n, ways in WAYS_OF.items() for way in ways])
 def test_token_ids_equal_plain_decoding(eagle_pairs, plain_answer, name, way):

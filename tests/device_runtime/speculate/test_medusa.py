@@ -98,6 +98,13 @@ def plain(prompt, params, count, capacity=128) -> list[int]:
     return list(generate(base, prompt, sampler, count, Profile(), prefill_rows=64))
 
 
+@pytest.mark.each_change(
+    "half_right-*",
+    "adversary-fixed-True",
+    "oracle-static-False",
+    "broken-fair-True",
+    "guesser-dear-False",
+)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("policy", "lookups"),

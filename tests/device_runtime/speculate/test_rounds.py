@@ -31,6 +31,14 @@ def _sized(*costs: str) -> list[tuple[str, str]]:
     return [*fixed, *((shape, cost) for shape in ("chain", "bushy", "default") for cost in costs)]
 
 
+@pytest.mark.each_change(
+    "half_right-*",
+    "guesser-chain-*",
+    "guesser-bushy-*",
+    "broken-default-*",
+    "oracle-default-fair-*",
+    "adversary-cut-*",
+)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("shape", "policy", "with_text"),
@@ -48,6 +56,9 @@ def test_token_ids_equal_plain_decoding(draft, shape, policy, with_text):
     assert max(setup.base.tree_sizes) <= SHAPES[shape].verify_size
 
 
+@pytest.mark.each_change(
+    "half_right-*", "broken-chain-*", "oracle-bushy-*", "adversary-default-fair"
+)
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("shape", "policy"), _sized("fair"))
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -145,6 +156,7 @@ def test_token_ids_of_static_trees_equal_plain_decoding(draft, capacity):
     assert max(setup.base.tree_sizes) == len(CHOICES) + 1
 
 
+@pytest.mark.each_change("chain-*", "default-*", "cut-fair-*")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("lookups", [("ngram",), ("suffix",), ("ngram", "suffix")], ids=str)
 @pytest.mark.parametrize("policy", ["fixed", "fair"])

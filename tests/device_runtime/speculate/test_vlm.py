@@ -69,12 +69,7 @@ def mrope_draft(tmp_path_factory) -> DraftNetwork:
 
 
 @pytest.mark.each_change(
-    "qwen2_5_vl-fixed-0",
-    "qwen2_5_vl-cost-1",
-    "gemma3-fixed-1",
-    "lfm2_vl-cost-0",
-    "qwen3_5_mtp-fixed-0",
-    "smolvlm_narrow_draft-fixed-0",
+    "qwen2_5_vl-cost-1", "gemma3-fixed-1", "qwen3_5_mtp-fixed-0", "smolvlm_narrow_draft-fixed-0"
 )
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("tree", ["fixed", "cost"])

@@ -204,6 +204,9 @@ def test_only_zero_biases_of_early_gptq_writers_are_ignored(tiny_checkpoint, tmp
         assert _export(folder).quantization == "gptq"
 
 
+@pytest.mark.each_change(
+    "int4", "nvfp4", "ct-int4", "awq", "gptq", "auto-round", "fp8-blocks", "int8_sq"
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packed_weights_count_all_parameters(tiny_checkpoint, tmp_path, name):
     meant = _export(Path(shutil.copytree(tiny_checkpoint, tmp_path / "float")))

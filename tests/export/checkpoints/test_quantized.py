@@ -151,7 +151,9 @@ def test_portable_graphs_equal_the_dequantized_checkpoint(
         np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
-@pytest.mark.each_change("int8-*")
+@pytest.mark.each_change(
+    "int8-int4", "int8-fp8", "int8-nvfp4", "int8-int8_sq", "int8-gptq-order", "int8-ct-int4-order"
+)
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("prefill", ["same", "int8"])
 def test_engines_are_close_to_the_dequantized_checkpoint(
@@ -449,6 +451,17 @@ def test_scales_that_float16_cannot_hold_are_rejected(quantized, tmp_path):
     assert found.value.hint == "export with --dtype fp32"
 
 
+@pytest.mark.each_change(
+    "int4",
+    "fp8",
+    "nvfp4",
+    "int8_sq",
+    "w8a16",
+    "ct-int4-order",
+    "gptq-asym",
+    "auto-round",
+    "fp8-blocks",
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_float16_bundles_are_close_to_float32(quantized, tmp_path, name):
     """Graphs for GPUs: the same weights, with scales and products in float16."""

@@ -230,6 +230,12 @@ class CudaRun(EngineRun):
         self.session = cuda_on_cpu.open_draft(engine)
 
 
+@pytest.mark.each_change(
+    "fp16-0.2-*-EngineRun",
+    "fp16-0.2-speculators_*-CudaRun",
+    "fp32-0.0002-eagle1-EngineRun",
+    "fp32-0.0002-biases-CudaRun",
+)
 @pytest.mark.parametrize("lowered", [EngineRun, CudaRun])
 @pytest.mark.parametrize(
     "name",

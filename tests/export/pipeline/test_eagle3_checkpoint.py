@@ -59,6 +59,18 @@ def bases(tmp_path_factory):
     return get
 
 
+@pytest.mark.each_change(
+    "safeailab_bin",
+    "angelslim",
+    "specforge_sharded",
+    "modelopt_base_head",
+    "modelopt_without_t2d",
+    "speculators_qwen3",
+    "speculators_windows",
+    "biases",
+    "peagle",
+    "eagle1",
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_converted_draft_computes_the_same(tmp_path, bases, name):
     """Edgellm's reader reads equal weights from the converted checkpoint."""

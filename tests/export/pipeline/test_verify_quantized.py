@@ -128,6 +128,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.each_change("nvfp4", "gptq-asym", "ct-int4-asym")
 @pytest.mark.parametrize("layout", MISTAKES)
 def test_verify_finds_a_wrong_decoding(command_here, floats, tmp_path, monkeypatch, layout):
     """The command exits with 2, and the folder is unchanged."""
@@ -162,6 +163,7 @@ def test_verify_rejects_weights_that_test_nothing(command_here, tiny_checkpoint,
     assert ("nothing was compared" in result.stderr) == (value == 0)
 
 
+@pytest.mark.each_change("-fp16", "auto-round-fp16", "fp8-fp32", "int8_sq-fp16")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("layout", ["", "auto-round", "fp8", "int8_sq"])
 def test_bounds_leave_room_for_rounding(floats, tmp_path, dtype, layout):

@@ -160,6 +160,7 @@ def test_gptq_beats_awq_and_resumes(place, tmp_path):
     )
 
 
+@pytest.mark.each_change("nvfp4")
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 def test_gptq_of_fp8_and_nvfp4_beats_rounding_to_nearest(place, tmp_path, scheme):
     """Values and scales have the layout's types."""

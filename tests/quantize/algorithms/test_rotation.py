@@ -77,6 +77,7 @@ def test_the_rotation_is_orthogonal_and_its_own_inverse(width):
         assert not np.array_equal(rotation.turn(x), Rotation(width, 4).turn(x))
 
 
+@pytest.mark.each_change("qwen2_moe", "minicpm3", "granitemoehybrid", "kimi_linear", "falcon_h1")
 @pytest.mark.parametrize("kind", TAKEN + HYBRIDS)
 def test_a_rotated_model_computes_the_same(tmp_path, kind):
     """The residual stream is rotated, and values if no gate follows them."""

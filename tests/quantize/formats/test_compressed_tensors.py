@@ -95,6 +95,7 @@ def layers(tensors: dict[str, np.ndarray]) -> list[str]:
     return [name.removesuffix(".weight_scale") for name in tensors if name.endswith("weight_scale")]
 
 
+@pytest.mark.each_change("llama-int4_awq", "llama-nvfp4")
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_both_formats_have_equal_values(tmp_path, text, monkeypatch, kind, scheme):
     model = make_model(tmp_path / "model", kind, **DENSE.get(kind, {}))

@@ -101,6 +101,7 @@ def _features(job: Job, name: str, row: torch.Tensor):
     return torch.cat(taps, -1), output.logits[0].argmax(-1)
 
 
+@pytest.mark.each_change("dflash", "jetspec", "dflash2", "one_window")
 @pytest.mark.parametrize("name", [*LAYOUTS, "causal_window", "one_window"])
 def test_the_report_agrees_with_the_reference(finished, name):
     """Perplexity and accepted candidates of the float draft."""
@@ -121,6 +122,7 @@ def test_the_report_agrees_with_the_reference(finished, name):
     assert quality.perplexity_quantized != quality.perplexity_float
 
 
+@pytest.mark.each_change("jetspec", "dflash2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_engine_computes_with_the_quantized_weights(finished, pair, name, tmp_path):
     """With held-out text; tensors outside the layers are unchanged."""

@@ -112,6 +112,7 @@ def _reference(job: Job, layout: Layout) -> Reference:
     return Reference(Path(job.model_dir), Path(job.base_model_dir), layout)
 
 
+@pytest.mark.each_change("eagle3", "eagle1", "everything", "window_norms")
 @pytest.mark.parametrize("name", ALL)
 def test_the_report_agrees_with_the_reference(make, name):
     """Perplexity and accepted candidates of the float draft."""
@@ -133,6 +134,7 @@ def test_the_report_agrees_with_the_reference(make, name):
     assert report.subject == "draft"
 
 
+@pytest.mark.each_change("eagle3")
 @pytest.mark.parametrize("name", ["eagle3", "eagle1"])
 def test_acceptance_with_both_bases_equals_separate_runs(make, tmp_path, name):
     """Acceptance with both bases equals that of a draft's run with each."""
@@ -195,6 +197,7 @@ def test_weights_are_near_the_source(make, scheme):
     assert described["exclude_modules"] == ["embed_tokens", "fc", "lm_head"]
 
 
+@pytest.mark.each_change("eagle3-None", "eagle1-int8", "speculators-int4", "everything-int8")
 @pytest.mark.parametrize("head", [None, "int8", "int4"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_bundle_computes_with_the_quantized_weights(make, name, head, tmp_path):

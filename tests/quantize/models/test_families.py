@@ -90,6 +90,9 @@ def test_every_architecture_is_a_family():
     assert {*FAMILIES} == {*models.supported()} - {"gpt_oss"}
 
 
+@pytest.mark.each_change(
+    "llama-int4_awq", "gemma4_text-int8_sq", "qwen3_5_text-int4_awq", "qwen3_moe-nvfp4"
+)
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_the_bundle_agrees_with_the_report(tmp_path, text, monkeypatch, kind, scheme):
     """Report, transformers with dequantized weights, and the bundle's graph agree."""
@@ -144,6 +147,7 @@ def test_gemma_4_refuses_what_its_layers_do_not_support(tmp_path, text, changes,
     assert not job.output_dir.exists()
 
 
+@pytest.mark.each_change("gemma2", "granite")
 @pytest.mark.parametrize(
     "kind",
     [
@@ -166,6 +170,7 @@ def test_logits_have_the_familys_scaling_and_soft_cap(tmp_path, text, kind):
     assert quality.perplexity_quantized == pytest.approx(_perplexity(whole, rows), rel=1e-2)
 
 
+@pytest.mark.each_change("gemma2")
 @pytest.mark.parametrize("kind", ["gemma2", "phi3"])
 def test_fp8_and_int8_kv_cache_scales_agree_with_any_attention(tmp_path, text, kind):
     """ModelOpt's and edgellm's calibration over the same text agree."""

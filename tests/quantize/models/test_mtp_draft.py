@@ -64,6 +64,7 @@ def _floats(base: Path, kind: type[Reference], rows: np.ndarray):
             yield logs, greedy[step : step + count]
 
 
+@pytest.mark.each_change("ernie4_5_moe-*")
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -116,6 +117,7 @@ def _decoded(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.each_change("mtp")
 @pytest.mark.parametrize("name", ["mtp", "ernie"])
 def test_speculation_with_the_quantized_layer_is_lossless(eagle_pairs, text, tmp_path, name):
     pair = eagle_pairs(name)

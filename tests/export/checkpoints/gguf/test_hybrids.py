@@ -36,6 +36,9 @@ def in_q8(_, array):
     return gguf.quantize(np.ascontiguousarray(array), kind), kind
 
 
+@pytest.mark.each_change(
+    "qwen35moe", "granitehybrid", "falcon-h1_normed", "nemotron_h_moe", "lfm2moe", "kimi-linear"
+)
 @pytest.mark.parametrize("case", HYBRIDS)
 def test_logits_equal_those_of_the_checkpoint(tmp_path, case):
     arch, config = HYBRIDS[case]

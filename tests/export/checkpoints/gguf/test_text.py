@@ -26,6 +26,18 @@ def logits(source: Path, output: Path) -> np.ndarray:
     return run_portable(output, manifest, IDS, 20)
 
 
+@pytest.mark.each_change(
+    "mistral3",
+    "hunyuan-dense",
+    "cohere2",
+    "gemma3n",
+    "gemma4",
+    "minicpm3",
+    "granitemoe_shared",
+    "mixtral",
+    "ernie4_5-moe",
+    "apertus",
+)
 @pytest.mark.parametrize("case", TEXTS)
 def test_logits_equal_those_of_the_checkpoint(tmp_path, case):
     arch, config = TEXTS[case]

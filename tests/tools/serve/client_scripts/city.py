@@ -14,7 +14,7 @@ MODEL = "tiny"
 USER = {"role": "user", "content": "Where is it sunny?"}
 SYSTEM = "Use the tool."
 RESULT = "sunny"
-MAX_TOKENS = 300
+MAX_TOKENS = 150
 
 
 class City(BaseModel):
