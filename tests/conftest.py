@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported
 
+import forks
 import without_host
 from hypothesis import settings
 from made_once import made_once
@@ -82,8 +83,20 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("quick")
 
 
+# Workers get whole files, the longest first: at the end they finish at the same time.
+LONGEST = (
+    "test_real.py",
+    "test_docs.py",
+    "test_models.py",
+    "test_page.py",
+    "test_benchmarks.py",
+    "test_train_draft.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_nightly(items)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:
@@ -108,6 +121,12 @@ def one_thread_of_onnxruntime() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onnxruntime, "SessionOptions", OneThread)
         yield
+
+
+@pytest.fixture(autouse=True)
+def noted_environment() -> None:
+    """Of commands that a test starts."""
+    forks.begin_test()
 
 
 @pytest.fixture(autouse=True)
@@ -370,13 +389,20 @@ def smollm2_engine(smollm2_bundles: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 Command = Callable[..., subprocess.CompletedProcess]
+_started: set[str] = set()  # commands
 
 
 @pytest.fixture
 def command() -> Command:
-    """Run one of the installed commands and return what it printed."""
+    """Run one of the installed commands and return what it printed.
+
+    The first run of a command starts a process as users do; later ones are forks of another.
+    """
 
     def run(name: str, *arguments: object, **options: object) -> subprocess.CompletedProcess:
+        if name in _started and not options and forks.is_usual():
+            return forks.shared().run(name, *arguments)
+        _started.add(name)
         script = Path(sys.executable).parent / name
         return subprocess.run(
             [script, *map(str, arguments)], capture_output=True, text=True, check=False, **options

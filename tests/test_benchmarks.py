@@ -117,7 +117,7 @@ def test_flags_of_a_script(name, monkeypatch, capsys):
     assert (ast.get_docstring(tree) or "").count(f"python benchmarks/{name}.py") >= 1
 
 
-@pytest.mark.each_change("cold_start", "gpu")
+@pytest.mark.each_change("prefill")
 @pytest.mark.real
 @pytest.mark.parametrize("words", CHEAP, ids=lambda words: words[0])
 def test_quick_runs(words, tmp_path, smollm2_gguf):

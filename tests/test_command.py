@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import forks
 import pytest
 import typer
 from conftest import assert_one_line_error
@@ -324,3 +326,38 @@ def test_types_have_the_names_of_other_programs(
     result = command_here("edgellm-export", "llm", *flags)
     assert result.returncode == 0, result.stderr
     assert f"parameters, {dtype}, " in result.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "llm_inference --help",
+        "llm_inference --engineDir nowhere --inputFile in.json --outputFile out.json",
+        "edgellm-trees trees.json --output page.html",
+        "edgellm-export llm --model_dir {checkpoint} --output_dir bundle --dtype fp32",
+    ],
+)
+def test_forks_end_as_processes_do(tmp_path, tiny_checkpoint, monkeypatch, line):
+    """The tests' forks of commands print, write and end as the commands of a user."""
+    name, *arguments = line.format(checkpoint=tiny_checkpoint).split()
+    found = []
+    for folder in ("process", "fork"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        if folder == "fork":
+            ended = forks.shared().run(name, *arguments)
+        else:
+            script = Path(sys.executable).parent / name
+            ended = subprocess.run(
+                [script, *arguments], capture_output=True, text=True, check=False
+            )
+        names = sorted(path.as_posix() for path in Path().rglob("*"))
+        figures = re.compile(r"[\d.]+ (s|ms)\b")
+        found.append((ended.returncode, figures.sub("", ended.stdout), ended.stderr, names))
+    assert found[0] == found[1]
+
+
+def test_a_signal_ends_a_fork(tiny_engine):
+    fork = forks.shared().start("edgellm-chat", "--engineDir", tiny_engine, is_read=True)
+    assert fork.wait(60) == 0  # its stdin is empty
+    assert fork.poll() == 0

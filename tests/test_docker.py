@@ -87,6 +87,7 @@ def test_comments_name_commands_that_exist():
     assert set(named) <= set(PROJECT["project"]["scripts"])
 
 
+@pytest.mark.nightly
 def test_a_wheel_of_the_copied_files_alone_installs(tmp_path):
     """The first stage, and the start of the second."""
     source = tmp_path / "source"

@@ -79,6 +79,7 @@ def test_portable_graph(bundle, reference):
     assert (found.argmax(-1) == expected.argmax(-1)).all()
 
 
+@pytest.mark.nightly
 def test_engine(engine, reference):
     ids, expected = reference
     session = open_decoder(engine, load_engine(engine, LLM_ENGINE))

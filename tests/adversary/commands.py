@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from adversary import forker
 from adversary.attack import require
+from forks import Fork, Forker
 
 MAX_SECONDS = 60
 MAX_BYTES = 6 << 30  # memory that a command may allocate
-TESTS = Path(__file__).parent.parent
 Send = Callable[[int], None]  # a signal
 
 
@@ -68,16 +60,11 @@ class Ended:
         return "rejected"
 
 
-@dataclass(slots=True)
 class Commands:
     """Starts commands in forks of one process, one at a time."""
 
-    modules: Sequence[str] = forker.DEVICE
-    _process: subprocess.Popen[str] | None = field(default=None, repr=False)
-    # Not in the command's folder, whose disk may be full
-    _texts: tempfile.TemporaryDirectory[str] = field(
-        default_factory=tempfile.TemporaryDirectory, repr=False
-    )
+    def __init__(self, modules: Sequence[str] = forker.DEVICE) -> None:
+        self._forker = Forker(modules, {"OMP_NUM_THREADS": "1"})
 
     def run(
         self,
@@ -100,81 +87,39 @@ class Commands:
             strike: is called in a thread, with what sends a signal while the command runs.
             seconds: until the command is killed.
         """
-        (entry,) = metadata.entry_points(group="console_scripts", name=command)
-        job = {
-            "command": command,
-            "module": entry.module,
-            "function": entry.attr,
-            "arguments": [*map(str, arguments)],
-            "folder": str(folder),
-            "stdout": f"{self._texts.name}/stdout",
-            "stderr": f"{self._texts.name}/stderr",
-            "environment": dict(environment or {}),
-            "limits": {"RLIMIT_AS": MAX_BYTES, "RLIMIT_CORE": 0, **(limits or {})},
-        }
         begin = time.monotonic()
-        code, peak_bytes, is_late = self._watch(self._begin(job), strike, seconds)
+        fork = self._forker.start(
+            command,
+            *arguments,
+            folder=folder,
+            environment=environment,
+            limits={"RLIMIT_AS": MAX_BYTES, "RLIMIT_CORE": 0, **(limits or {})},
+        )
+        is_late = self._watch(fork, strike, seconds)
         words = " ".join([command, *map(str, arguments)])
-        texts = [_taken(Path(self._texts.name, name)) for name in ("stdout", "stderr")]
-        return Ended(words, code, *texts, time.monotonic() - begin, peak_bytes, is_late)
-
-    def _begin(self, job: dict[str, Any]) -> int:
-        """The process id of a command."""
-        process = self._started()
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        return int(self._line(process))
+        texts = fork.communicate()
+        code, seconds = fork.wait(), time.monotonic() - begin
+        return Ended(words, code, *texts, seconds, fork.peak_bytes, is_late)
 
     @staticmethod
-    def _line(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline()
-
-    def _watch(
-        self, pid: int, strike: Callable[[Send], object] | None, seconds: float
-    ) -> tuple[int, int, bool]:
-        """Exit code, peak memory in bytes, and whether it was killed for its time."""
-        late, over = threading.Event(), threading.Event()
-
-        def send(number: int) -> None:
-            with contextlib.suppress(ProcessLookupError):
-                if not over.is_set():
-                    os.kill(pid, number)
-
-        timer = threading.Timer(seconds, lambda: (late.set(), send(signal.SIGKILL)))
-        timer.start()
-        striker = threading.Thread(target=strike, args=(send,)) if strike else None
+    def _watch(fork: Fork, strike: Callable[[Send], object] | None, seconds: float) -> bool:
+        """Wait for the end of a command; whether it was killed for its time."""
+        striker = threading.Thread(target=strike, args=(fork.send_signal,)) if strike else None
         if striker:
             striker.start()
-        code, peak = json.loads(self._line(self._started()))
-        over.set()
-        timer.cancel()
+        is_late = False
+        try:
+            fork.wait(seconds)
+        except subprocess.TimeoutExpired:
+            is_late = True
+            fork.kill()
+            fork.wait()
         if striker:
             striker.join()
-        return code, peak * 1024, late.is_set()
-
-    def _started(self) -> subprocess.Popen[str]:
-        if self._process is None or self._process.poll() is not None:
-            # As a module: the script's folder on the path would hide packages of equal names
-            command = [sys.executable, "-m", "adversary.forker", *self.modules]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env=environment,
-            )
-            assert self._line(self._process) == "ready\n"
-        return self._process
+        return is_late
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.communicate()
-            self._process = None
-        self._texts.cleanup()
+        self._forker.close()
 
 
 def after(seconds: float, number: int) -> Callable[[Send], None]:
@@ -185,9 +130,3 @@ def after(seconds: float, number: int) -> Callable[[Send], None]:
         send(number)
 
     return strike
-
-
-def _taken(path: Path) -> str:
-    text = path.read_text("utf-8", errors="replace")
-    path.unlink()
-    return text

@@ -1,12 +1,14 @@
 """Runs commands in forks of a process that has imported them: milliseconds instead of seconds.
 
-Reads one JSON object in a line for each command, and writes the process id, then how it ended.
+Reads one JSON object in a line for each command, and writes into its file `ended` the process id,
+then how it ended.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -37,15 +39,19 @@ TORCH = ("transformers", "modelopt.torch.quantization")
 
 def _run(job: dict[str, Any]) -> int:
     """In the child: the command as its script runs it."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in enumerate(("stdout", "stderr"), 1):
         os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.chdir(job["folder"])
+    for name in os.environ.keys() - job["environment"].keys():
+        del os.environ[name]
     os.environ.update(job["environment"])
     for name, maximum in job["limits"].items():
         resource.setrlimit(getattr(resource, name), (maximum, maximum))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)  # no message from an end while modules are imported
     sys.argv = [job["command"], *job["arguments"]]
+    sys.modules["__main__"].__spec__ = None  # as of a script
     module = importlib.import_module(job["module"])
     try:
         getattr(module, job["function"])()
@@ -68,22 +74,34 @@ def _child(job: dict[str, Any]) -> None:
     os._exit(code)
 
 
+def _watch(job: dict[str, Any]) -> None:
+    """In a process of its own: start the command and wait for it; others start meanwhile."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (pid := os.fork()) == 0:
+        _child(job)
+    with open(job["ended"], "w") as ended:
+        ended.write(f"{pid}\n")
+        ended.flush()
+        _, status, usage = os.wait4(pid, 0)
+        ended.write(json.dumps([os.waitstatus_to_exitcode(status), usage.ru_maxrss]) + "\n")
+    os._exit(0)
+
+
 def serve(modules: list[str]) -> None:
     """Until stdin ends."""
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for the watching processes
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
         job = json.loads(line)
-        if (pid := os.fork()) == 0:
-            _child(job)
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-        _, status, usage = os.wait4(pid, 0)
-        sys.stdout.write(json.dumps([os.waitstatus_to_exitcode(status), usage.ru_maxrss]) + "\n")
-        sys.stdout.flush()
+        if os.fork() == 0:
+            _watch(job)
 
 
 if __name__ == "__main__":

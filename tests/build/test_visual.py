@@ -120,6 +120,7 @@ def _operators(engine: Path) -> Counter[str]:
     return Counter(node.op_type for node in graph.node)
 
 
+@pytest.mark.each_change("qwen2_5_vl-int8-*", "gemma3-fp8-*", "qwen3_5-fp8-*")
 @pytest.mark.parametrize(
     ("precision", "operator", "least", "maximum"),
     [("int8", "MatMulIntegerToFloat", 0, 1e-3), ("fp8", "MatMulNBits", 1e-4, 0.02)],

@@ -95,6 +95,7 @@ def test_encoding_equals_the_librarys(make, family):
         assert ours.encode(ours.as_text("x <s> the y"), add_special_tokens=False) == expected
 
 
+@pytest.mark.each_change("byte_level", "unigram_normalized", "wordpiece", "whole_words", "prepend")
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(contents=st.lists(_TEXT, min_size=1, max_size=3))

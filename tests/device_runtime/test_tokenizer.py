@@ -139,6 +139,7 @@ def families(tmp_path_factory) -> dict[str, ChatTokenizer]:
     return found
 
 
+@pytest.mark.each_change("byte_level", "unigram_normalized", "wordpiece", "whole_words", "prepend")
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
     before=st.text("the xyé👩.\n\ufffd ", min_size=1, max_size=12),

@@ -235,13 +235,17 @@ def test_logits_equal_transformers(session, exported, reference, chunks):
 
 @pytest.mark.each_change(
     "*-llama",
-    "*-gemma3_text",
-    "*-gemma4_text",
-    "*-qwen3_5_text",
-    "*-qwen3_moe",
-    "*-kimi_linear_dense",
+    "edgellm-gemma3_text",
     "edgellm-gemma4_*",
+    "edgellm-qwen3_5_text",
+    "edgellm-qwen3_moe",
+    "edgellm-kimi_linear_dense",
     "edgellm-muse_glimmer_tied_biases",
+    "portable-qwen3_5_text",
+    "portable-gemma4_text",
+    "onnxruntime-qwen3_5_text",
+    "cuda-gemma3_text",
+    "cuda-qwen3_moe",
 )
 def test_tree_nodes_attend_to_their_ancestors_only(session, exported, reference):
     logits, ids = reference

@@ -330,7 +330,17 @@ def _spec(exported: tuple[Any, Path]):
 
 
 @pytest.mark.each_change(
-    "*-engine-pieces", "*qwen2_5_vl*", "gemma3-*-pieces", "qwen3_5-*-pieces", "gemma4-*-pieces"
+    "*qwen2_5_vl*",
+    "gemma3-*-pieces",
+    "qwen3_5-*-pieces",
+    "gemma4-*-pieces",
+    "qwen3_vl-engine-pieces",
+    "smolvlm-engine-pieces",
+    "internvl-engine-pieces",
+    "lfm2_vl-engine-pieces",
+    "mistral3-engine-pieces",
+    "minicpmv4_6-engine-pieces",
+    "muse_glimmer-engine-pieces",
 )
 @pytest.mark.parametrize(
     "chunks", [[40], [30, *[1] * 10], [10, 1, 14, 15]], ids=["prefill", "decode", "pieces"]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import assert_one_line_error
 from safetensors.torch import load_file
 
 from edgellm.core.errors import EdgeLLMError
 from edgellm.export.config.hidden_taps import default_taps
 from edgellm.multimodal import processors
 from edgellm.scripts.synthetic_vlm import checkpoint
+from edgellm.scripts.synthetic_vlm.cli import app
 from edgellm.scripts.synthetic_vlm.conversations import KINDS, Encoder, converse
 from edgellm.scripts.synthetic_vlm.evaluate import answers, fresh, measure
 from edgellm.scripts.synthetic_vlm.scenes import CELL, CELLS, COLOURS, ROWS, SHAPES, draw, score
@@ -52,7 +50,7 @@ def job(tmp_path) -> Job:
     return Job(
         output_dir=tmp_path / "vlm",
         recipe=recipe,
-        threads=0,
+        threads=1,
         save_every=2,
         fresh_scenes=2,
         sizes=SIZES,
@@ -278,16 +276,9 @@ def test_the_loss_goes_down(job, tmp_path):
 def test_foreign_folders_are_rejected(job):
     job.output_dir.mkdir()
     (job.output_dir / "config.json").write_text("{}")
-    command = [
-        sys.executable,
-        "-m",
-        "edgellm.scripts.synthetic_vlm",
-        "--output_dir",
-        job.output_dir,
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_one_line_error(result, "files that this command did not make", "another --output_dir")
-    assert result.returncode == 2
+    with pytest.raises(EdgeLLMError, match="files that this command did not make") as caught:
+        app(["--output_dir", str(job.output_dir)], standalone_mode=False)
+    assert "another --output_dir" in caught.value.hint
     (job.output_dir / "training.json").write_text("[]")
     with pytest.raises(EdgeLLMError, match="did not make"):
         run(job)

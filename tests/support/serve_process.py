@@ -1,4 +1,4 @@
-"""A server in a process of its own, as users start it."""
+"""A server in a process of its own: the first as users start it, others in forks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
+from forks import Fork, is_usual, shared
+
 START_S = 300
+_started: list[str] = []  # engines of servers
 
 
 class ServerProcess:
     """`edgellm-serve` on a free port of 127.0.0.1."""
 
     def __init__(self, engine: Path, *flags: object) -> None:
-        command = [sys.executable, "-m", "edgellm.tools.serve", "--engineDir", engine]
-        command += ["--logLevel", "warning", *flags]
-        self.process = subprocess.Popen(
-            [*map(str, command), "--port", "0"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        flags = ("--engineDir", engine, "--logLevel", "warning", *flags, "--port", "0")
+        self.process = _start([*map(str, flags)])
         # An error of the client, not of the server.
         self.expected = {"WARNING: Invalid HTTP request received."}
         watchdog = threading.Timer(START_S, self.process.kill)
@@ -94,6 +91,14 @@ class ServerProcess:
             self.process.kill()
             raise
         return self.process.returncode, errors
+
+
+def _start(flags: list[str]) -> subprocess.Popen[str] | Fork:
+    if _started and is_usual():
+        return shared().start("edgellm-serve", *flags, is_read=True)
+    _started.append(flags[1])
+    command = [sys.executable, "-m", "edgellm.tools.serve", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import assert_one_line_error
 
@@ -30,11 +31,12 @@ def expected(tiny_engine):
 
 
 def _run(engine: Path, *flags: object, stdin: str | bytes | None = None):
-    words = [Path(sys.executable).parent / "llm_inference", "--engineDir", engine,
-             "--temperature", 0, "--maxTokens", 6, *flags]  # fmt: skip
-    given = stdin.encode() if isinstance(stdin, str) else stdin
-    source = {"stdin": subprocess.DEVNULL} if given is None else {"input": given}
-    result = subprocess.run([*map(str, words)], capture_output=True, check=False, **source)
+    given = ("--engineDir", engine, "--temperature", 0, "--maxTokens", 6, *flags)
+    if stdin is None:
+        return forks.shared().run("llm_inference", *given)
+    words = [Path(sys.executable).parent / "llm_inference", *map(str, given)]
+    text = stdin.encode() if isinstance(stdin, str) else stdin
+    result = subprocess.run(words, input=text, capture_output=True, check=False)
     return subprocess.CompletedProcess(
         [], result.returncode, result.stdout.decode(), result.stderr.decode()
     )

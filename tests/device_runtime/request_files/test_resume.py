@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import assert_one_line_error
 
@@ -191,7 +192,7 @@ def inference(eagle_pair, tmp_path):
 
 
 def run(words):
-    return subprocess.run([*map(str, words)], capture_output=True, text=True, check=False)
+    return forks.shared().run("llm_inference", *words[1:])
 
 
 def interrupted(words, journal, lines, number):

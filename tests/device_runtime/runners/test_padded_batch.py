@@ -163,6 +163,7 @@ def test_rows_beyond_the_capacity_compute_nothing(engine):
 SPECS = {"plain": None, "text": SpecOptions(network=None, lookups=("ngram",), tree="fixed")}
 
 
+@pytest.mark.each_change("tensorrt-*", "fp32-*")
 @pytest.mark.parametrize("spec", SPECS)
 def test_batched_requests(engine, spec):
     llm = opened(engine, lambda: LLM(engine, spec=SPECS[spec]))

@@ -171,6 +171,7 @@ def parts(session, ids, taps, sizes, rows, top_k):
     return found
 
 
+@pytest.mark.each_change("dflash", "dflash2", "causal_window", "speculators_window")
 @pytest.mark.parametrize("name", ALL)
 def test_an_engine_equals_torch(engines, name):
     """In one chunk and in several, which overwrite the block before; windows are exceeded."""

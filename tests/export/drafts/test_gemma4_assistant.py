@@ -114,6 +114,7 @@ def equal(found, row: int, step) -> None:
     assert not found.hidden[row, :-HIDDEN].any()
 
 
+@pytest.mark.each_change("edgellm-*", "portable-plain", "onnxruntime-clusters")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("where", ["portable", "edgellm", "onnxruntime"])
 def test_steps_equal_transformers(base, tmp_path, where, head):

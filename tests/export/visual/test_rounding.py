@@ -77,6 +77,7 @@ def test_a_quantized_visual_bundle_is_smaller(model, checkpoint, tmp_path):
     verify_files(model.bundle, model.manifest.files)
 
 
+@pytest.mark.each_change("qwen2_5_vl-fp8", "qwen3_5-int8", "gemma3-fp8")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_quantized_float16_graphs_are_close_to_float32(checkpoint, tmp_path, precision):
     """Graphs for GPUs are valid, and run in ONNX Runtime."""

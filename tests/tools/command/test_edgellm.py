@@ -14,6 +14,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import forks
 import pytest
 from conftest import assert_one_line_error
 from manifests import read_manifest, write_manifest
@@ -264,6 +265,11 @@ def test_a_full_disk_names_what_moves_the_store(
     assert not [path for path in (empty / "models").iterdir() if path.suffix != ".lock"]
 
 
+def _fork(home, *words):
+    environment = {"EDGELLM_HOME": str(home)}
+    return forks.shared().start("edgellm", *words, environment=environment, is_read=True)
+
+
 def _start(home, *words):
     return subprocess.Popen(
         [EDGELLM, *map(str, words)],
@@ -298,9 +304,9 @@ def test_an_interrupted_run_leaves_no_entry(edgellm, empty, tiny_checkpoint, num
 
 
 def test_of_two_runs_one_prepares_and_the_other_waits(empty, tiny_checkpoint):
-    first = _start(empty, "run", tiny_checkpoint, *ASK)
+    first = _fork(empty, "run", tiny_checkpoint, *ASK)
     _wait_for(empty, ".*.partial-*")
-    second = _start(empty, "run", tiny_checkpoint, *ASK)
+    second = _fork(empty, "run", tiny_checkpoint, *ASK)
     (output, _), (same, errors) = first.communicate(), second.communicate()
     assert first.returncode == second.returncode == 0
     assert output == same
@@ -312,7 +318,7 @@ def test_a_served_model_answers_by_its_hub_id(home, tmp_path):
     copied = shutil.copytree(home, tmp_path / "home")
     for record in copied.glob("models/*/model.json"):
         record.write_text(record.read_text().replace('"name": "tiny"', '"name": "owner/tiny"'))
-    process = _start(copied, "serve", "owner/tiny", "--port", 0)
+    process = _fork(copied, "serve", "owner/tiny", "--port", 0)
     try:
         greeting = process.stdout.readline()
         url = greeting.partition(" answers at ")[2].split()[0].rstrip(",;")

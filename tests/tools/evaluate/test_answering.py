@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import forks
 import pytest
 from conftest import assert_one_line_error
 
@@ -52,7 +53,7 @@ def evaluation(tmp_path, eagle_pair, questions):
 
 
 def run(command, *more):
-    return subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+    return forks.shared().run("edgellm-eval", *command[3:], *more)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,8 +49,19 @@ def cold(engine: Path) -> Iterator[ServerProcess]:
         yield server
 
 
+@functools.cache  # a client reads all certificates
 def _openai(server: ServerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@functools.cache
+def _anthropic(server: ServerProcess) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+@functools.cache
+def _ollama(server: ServerProcess) -> ollama.Client:
+    return ollama.Client(host=server.url)
 
 
 def _chat(server: ServerProcess, **more: Any) -> str:
@@ -66,18 +78,16 @@ def _responses(server: ServerProcess, **more: Any) -> str:
 
 
 def _messages(server: ServerProcess, **more: Any) -> str:
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     given = {"max_tokens": LENGTH, **more}
-    return client.messages.create(model="m", messages=MESSAGES, **given).content[0].text
+    return _anthropic(server).messages.create(model="m", messages=MESSAGES, **given).content[0].text
 
 
 def _ollama_chat(server: ServerProcess, **more: Any) -> str:
-    client = ollama.Client(host=server.url)
-    return client.chat("m", MESSAGES, options=more).message.content
+    return _ollama(server).chat("m", MESSAGES, options=more).message.content
 
 
 def _ollama_raw(server: ServerProcess, **more: Any) -> str:
-    return ollama.Client(host=server.url).generate("m", PROMPT, raw=True, options=more).response
+    return _ollama(server).generate("m", PROMPT, raw=True, options=more).response
 
 
 def _triton(path: str, body: dict[str, Any]) -> Callable[..., str]:
@@ -112,10 +122,20 @@ def test_a_silent_request_has_the_models_and_the_servers_values(ask, hot, cold, 
     assert all(0 < len(text.split()) <= LENGTH for text in hot_texts)
 
 
+def _unlimited(server: ServerProcess) -> str:
+    """The begin of an output without a limit, which would fill the KV cache."""
+    text, options = "", {"temperature": 0, "num_predict": -1}
+    stream = _ollama(server).chat("m", MESSAGES, options=options, stream=True)
+    while len(text.split()) <= 2 * LENGTH:
+        text += next(stream).message.content
+    stream.close()
+    return text
+
+
 def test_a_request_wins(hot, cold):
     assert _chat(hot, temperature=0) == _chat(cold)
     assert len(_chat(hot, temperature=0, max_tokens=7).split()) == 7
-    assert _ollama_chat(hot, temperature=0, num_predict=-1).startswith(_chat(cold))
+    assert _unlimited(hot).startswith(_chat(cold))
     own = {"temperature": 1, "top_k": 0, "seed": 1}
     assert _messages(cold, extra_body=own) != _messages(cold)
 
@@ -126,8 +146,7 @@ def test_the_seed_repeats_an_output(hot, cold):
     done = raw.parse()
     assert done.model_extra["metrics"]["seed"] == seed
     assert _chat(hot, seed=seed) == done.choices[0].message.content
-    client = anthropic.Anthropic(base_url=hot.url, api_key="none")
-    answer = client.messages.with_raw_response.create(
+    answer = _anthropic(hot).messages.with_raw_response.create(
         model="m", messages=MESSAGES, max_tokens=LENGTH
     )
     own = _messages(hot, extra_body={"seed": int(answer.headers["x-edgellm-seed"])})

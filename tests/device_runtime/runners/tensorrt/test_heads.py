@@ -63,6 +63,7 @@ def _answers(llm: LLM, *, speculative: bool = True) -> tuple[list[list[int]], in
     return found, nodes
 
 
+@pytest.mark.each_change("costs")
 @pytest.mark.parametrize("options", OPTIONS, ids=["fixed", "choices", "costs"])
 def test_outputs_equal_plain_decoding(pair, lowered, device, monkeypatch, options):
     expected, _ = _answers(LLM(pair.engine))
