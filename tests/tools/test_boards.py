@@ -219,7 +219,10 @@ def test_every_block_is_of_a_board():
         (
             "Thor, JetPack 7.2",
             {"pycuda": "2026.1"},
-            ("ok     GPU kernels: a kernel runs; engines run through pycuda and cuda-python",),
+            (
+                "ok     GPU kernels: a kernel runs; engines run through pycuda and cuda-python",
+                "ok     --backend tensorrt: TensorRT 10.16.1.11; attention by edgellm's kernels",
+            ),
         ),
         (
             "Thor, JetPack 7.2",
