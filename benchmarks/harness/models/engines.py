@@ -156,9 +156,10 @@ def drafted_engine(
     limits = {} if length == CAPACITY else {"kv_capacity": length, "max_input_len": length}
     folder = work / f"{name}-{precision}-{threads}{f'-{length}' if limits else ''}"
     if not folder.exists():
-        plan = plan_of(threads, quantize, max_verify_tree_size=TREE_SIZE, **limits)
+        plan = plan_of(threads, quantize, max_verify_tree_size=TREE_SIZE)
+        plan = replace(plan, **limits)
         build_engine("llm", base_bundle(work, stored, draft), folder, plan, "onnxruntime", silent)
-    plan = plan_of(threads, max_draft_tree_size=TREE_SIZE, **limits)
+    plan = replace(plan_of(threads, max_draft_tree_size=TREE_SIZE), **limits)
     bundle = draft_bundle(work, draft, head_rank)
     build_engine("draft", bundle, folder, plan, "onnxruntime", silent)
     return folder

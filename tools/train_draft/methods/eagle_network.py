@@ -270,17 +270,15 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int
         own = slice(begin, begin + _CHUNK)
         end = newest + min(begin + _CHUNK, length)
         reached = slice(min(max(newest + begin + step - window + 1, 0), end), end)
-        chunk = (
+        key_chunk, value_chunk = (
             [every[0][:, :, reached], *(later[:, :, own] for later in every[1:])]
             for every in (keys, values)
         )
-        mixed.append(_attend_chunk(query[:, :, own], *chunk, window))
+        mixed.append(_attend_chunk(query[:, :, own], key_chunk, value_chunk, window))
     return torch.cat(mixed, 2)
 
 
-def _attend_chunk(
-    query: Tensor, keys: list[Tensor], values: list[Tensor], window: int
-) -> Tensor:
+def _attend_chunk(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
     """Attend causally to the keys of the first step, and to the token's own key of later steps.
 
     The queries belong to the last tokens. A token of step j is j positions after that of the first
