@@ -102,17 +102,16 @@ def _e2m1_values(codes: NDArray[np.uint8]) -> F32:
 
 
 def _pack_pairs(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    return codes[..., ::2] | codes[..., 1::2] << np.uint8(4)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """How weights are stored."""
 
-    config: Mapping[str, object]  # quantization in hf_quant_config.json; {}: none
-    write: (
-        Callable[[F32], tuple[Tensors, F32]] | None
-    )  # a weight's tensors, and what they stand for
+    config: Mapping[str, object] = field(default_factory=dict)  # in hf_quant_config.json
+    # The tensors of a weight, and the values that they stand for; None: as it is
+    write: Callable[[F32], tuple[Tensors, F32]] | None = None
     suffix: str = "_proj.weight"  # of the names of such weights
     own_config: Mapping[str, object] = field(default_factory=dict)  # further keys of config.json
 
@@ -125,15 +124,18 @@ class Precision:
 
 _INT4 = "W4A16_AWQ"
 PRECISIONS = {
-    "fp16": Precision({}, None),
-    "int4-32": Precision({"quant_algo": _INT4, "group_size": 32}, partial(_int4, block_size=32)),
-    "int4-128": Precision({"quant_algo": _INT4, "group_size": 128}, partial(_int4, block_size=128)),
-    "int8": Precision({"quant_algo": "W8A8_SQ_PER_CHANNEL"}, _int8),
-    "fp8": Precision({"quant_algo": "FP8"}, _fp8),
-    "nvfp4": Precision({"quant_algo": "NVFP4", "group_size": _NVFP4_BLOCK}, _nvfp4),
+    "fp16": Precision(),
+    "int4-32": Precision(
+        config={"quant_algo": _INT4, "group_size": 32}, write=partial(_int4, block_size=32)
+    ),
+    "int4-128": Precision(
+        config={"quant_algo": _INT4, "group_size": 128}, write=partial(_int4, block_size=128)
+    ),
+    "int8": Precision(config={"quant_algo": "W8A8_SQ_PER_CHANNEL"}, write=_int8),
+    "fp8": Precision(config={"quant_algo": "FP8"}, write=_fp8),
+    "nvfp4": Precision(config={"quant_algo": "NVFP4", "group_size": _NVFP4_BLOCK}, write=_nvfp4),
     "mxfp4": Precision(
-        {},
-        _mxfp4,
+        write=_mxfp4,
         suffix="_proj",
         own_config={"quantization_config": {"quant_method": "mxfp4"}},
     ),
@@ -196,7 +198,7 @@ def write_checkpoints(
     weights, config = _random_model(tiny.sizes) if tiny.sizes else (_weights(), _config())
     precision = PRECISIONS[tiny.precision]
     tensors: Tensors = {}
-    values: Tensors = {}
+    values: dict[str, F32] = {}
     for key, weight in weights.items():
         rounded = weight.astype(np.float16)
         tensors[key], values[key] = rounded, rounded.astype(np.float32)
@@ -215,7 +217,10 @@ def write_checkpoints(
 
 
 def _write(
-    folder: Path, tensors: Tensors, config: Mapping[str, Any], extra: Mapping[str, Any]
+    folder: Path,
+    tensors: Mapping[str, NDArray[Any]],
+    config: Mapping[str, Any],
+    extra: Mapping[str, Any],
 ) -> None:
     folder.mkdir(parents=True)
     whole = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}

@@ -144,9 +144,9 @@ def _run(model: Any, ids: I64) -> tuple[F32, list[F32]]:
     argument = "cache" if "cache" in known else "past_key_values"  # of older versions
     given = {argument: cache, "use_cache": True}
     logits = model(torch.from_numpy(ids)[None], **given).logits[0].float().numpy()
-    keys = [(each, getattr(each, "keys", None)) for each in cache.layers]
-    held = [each for each, key in keys if isinstance(key, torch.Tensor) and key.numel()]
-    return logits, [torch.cat([each.keys, each.values]).float().numpy() for each in held]
+    pairs = [(getattr(each, "keys", None), getattr(each, "values", None)) for each in cache.layers]
+    held = [pair for pair in pairs if pair[0] is not None and pair[0].numel()]
+    return logits, [torch.cat(pair).float().numpy() for pair in held]
 
 
 def _errors(found: Mapping[str, F32], wanted: Mapping[str, F32]) -> dict[str, float]:

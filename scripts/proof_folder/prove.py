@@ -218,7 +218,7 @@ def write_report(
         lines.append(f"| {each['step']} | {each['status']} | {seconds} | {reason} |")
     lines += ["", "| step | output | found | expected | error | allowed |", "|---|" + 5 * "---|"]
     for each in results:
-        lines += [_row(each["step"], name, one) for name, one in each.get("outputs", {}).items()]
+        lines += [_row(each["step"], *pair) for pair in _shown(each.get("outputs", {}))]
     for each in results:
         text = "\n".join(each.get("said", ())) or _figures(each)
         if text and each["status"] != SKIPPED:
@@ -236,6 +236,25 @@ def _replace(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def _shown(outputs: dict[str, dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """Outputs over their limit, and of each kind ("K/V of ...") the one that is closest to it."""
+    worst: dict[str, str] = {}
+    for name, one in outputs.items():
+        kind = name.partition(" of ")[0]
+        if kind not in worst or _share(one) > _share(outputs[worst[kind]]):
+            worst[kind] = name
+    chosen = worst.values()
+    return [(name, one) for name, one in outputs.items() if name in chosen or _share(one) > 1]
+
+
+def _share(one: dict[str, Any]) -> float:
+    """The error in limits."""
+    error, allowed = one["error"], one["allowed"]
+    if allowed is None or error == 0:
+        return 0.0
+    return error / allowed if allowed else math.inf
 
 
 def _row(step: str, name: str, one: dict[str, Any]) -> str:

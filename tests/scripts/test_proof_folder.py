@@ -88,7 +88,25 @@ def test_the_folder_proves_itself_on_the_cpu(folder):
         assert all(0 < one["error"] <= one["allowed"] < 0.01 for one in rows.values())
     page = (folder / "results" / "proof.md").read_text()
     assert page.startswith("# A dry run: nothing ran on a GPU")
-    assert f"| {FP16} | logits of the prompt, sequence 0 |" in page
+    lines = [line for line in page.splitlines() if line.startswith(f"| {FP16} | ")]
+    assert [line.split(" | ")[1].partition(" of ")[0] for line in lines[1:]] == ["logits", "K/V"]
+
+
+def test_the_page_shows_the_worst_outputs_and_all_wrong_ones():
+    def one(error, allowed):
+        return {"error": error, "allowed": allowed}
+
+    found = prove._shown(
+        {
+            "logits of a": one(0.1, 1.0),
+            "logits of b": one(0.2, 1.0),
+            "K/V of 0": one(1.1, 1.0),
+            "K/V of 1": one(1.2, 1.0),
+            "tokens": one(1.0, 0.0),
+            "time": one(9.0, None),
+        }
+    )
+    assert [name for name, _ in found] == ["logits of b", "K/V of 0", "K/V of 1", "tokens", "time"]
 
 
 def test_other_numbers_fail(made, tmp_path):
