@@ -63,13 +63,11 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
     return list(ir.from_onnx_text(text).functions.values())
 
 
-def expert_stand_ins(hidden: int, inner: int, top_k: int, experts: int) -> list[ir.Function]:
-    """Functions with the shapes and types of the nodes of experts."""
-    given = "given, plugin_namespace, plugin_version, aot"
-    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
-    g (float16[1, n, 8] q) => (float16[1, n, 8] y) {{ y = Identity(q) }}
-    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
-    route_rows <{given}> (logits, offsets, bias, factors) => (ids, shares) {{
+def _routing(top_k: int) -> str:
+    """A function for `route_rows`, without its domain."""
+    return f"""
+    route_rows <given, plugin_namespace, plugin_version, aot>
+    (logits, offsets, bias, factors) => (ids, shares) {{
         offset = ReduceMax<keepdims = 0>(offsets)
         other = ReduceMax<keepdims = 0>(bias)
         factor = ReduceMax<keepdims = 0>(factors)
@@ -77,7 +75,16 @@ def expert_stand_ins(hidden: int, inner: int, top_k: int, experts: int) -> list[
         count = Constant<value = int64[1] {{{top_k}}}>()
         values, ids = TopK(rank, count)
         shares = Cast<to = 10>(values)
-    }}
+    }}"""
+
+
+def expert_stand_ins(hidden: int, inner: int, top_k: int, experts: int) -> list[ir.Function]:
+    """Functions with the shapes and types of the nodes of experts."""
+    given = "given, plugin_namespace, plugin_version, aot"
+    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
+    g (float16[1, n, 8] q) => (float16[1, n, 8] y) {{ y = Identity(q) }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    {_routing(top_k)}
     <domain: "{NAMESPACE}", opset_import: ["" : 24]>
     group_rows <{given}> (ids) => (order, begins) {{
         order = Cast<to = 6>(ids)

@@ -18,6 +18,7 @@ from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.tensorrt.lowering.expert_file import ExpertForm, write_experts
 from edgellm.build.tensorrt.lowering.kernel_attention import emit_node, missing
+from edgellm.build.tensorrt.lowering.kernel_routing import lower_routing
 from edgellm.core import graph_io
 from edgellm.device_runtime.kernels.triton.catalog import (
     GROUP_ROWS,
@@ -54,7 +55,7 @@ def _variants(up: ExpertForm, down: ExpertForm) -> Iterator[Variant]:
 
 
 def lower_experts(graph: GraphEditor, sm: int, path: Path) -> None:
-    """Rewrite all experts of a graph that `why_not` accepts.
+    """Rewrite all experts of a graph that `why_not` accepts, and their routing.
 
     Args:
         graph: before functions are inlined.
@@ -72,6 +73,7 @@ def lower_experts(graph: GraphEditor, sm: int, path: Path) -> None:
         graph.replace(layer.call.outputs[0], _emit(graph, layer, index, table, sm))
     for layer in layers:
         graph.graph.remove(layer.call, safe=True)
+    lower_routing(graph, sm)
 
 
 def _emit(graph: GraphEditor, layer: ExpertLayer, index: int, table: ir.Value, sm: int) -> ir.Value:

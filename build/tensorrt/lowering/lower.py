@@ -24,7 +24,6 @@ from edgellm.build.tensorrt.lowering.downgrade_ops import uncap_attention
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_attention
 from edgellm.build.tensorrt.lowering.kernel_experts import lower_experts
 from edgellm.build.tensorrt.lowering.kernel_recurrence import lower_recurrences
-from edgellm.build.tensorrt.lowering.kernel_routing import lower_routing
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import NODES
@@ -66,7 +65,6 @@ def lower(
         lower_recurrences(graph, kernels.sm)
         if experts is not None:
             lower_experts(graph, kernels.sm, experts)
-            lower_routing(graph, kernels.sm)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)

@@ -129,6 +129,7 @@ def delta_rows(
         of_keys = head // sharing, key_heads, key_dim
         of_values = head, heads, value_dim
         is_first = (part + head % sharing + tl.arange(0, 1))[:, None] == 0
+        given = q, k, keys, of_keys, table, entry, head, c, value_dim, num_rows, is_first
         for first in tl.range(0, num_rows, ROWS):
             i = first + tl.arange(0, ROWS)
             inside = i < num_rows
@@ -137,17 +138,7 @@ def delta_rows(
             tl.store(decays + i * heads + head, own, mask=inside)
             tl.store(sums + i * heads + head, summed, mask=inside)
             x = _load(v, i, of_values, c, num_rows)
-            out, known = tl.zeros([ROWS, VALUES], tl.float32), tl.zeros([ROWS, VALUES], tl.float32)
-            for start in tl.range(0, key_dim, KEYS):
-                n = start + tl.arange(0, KEYS)
-                state = _load_state(table, entry, head, n, c, key_dim, value_dim).to(tl.float16)
-                key = _load(k, i, of_keys, n, num_rows).to(tl.float16)
-                is_stored = inside[:, None] & (n < key_dim)[None, :] & is_first
-                tl.store(keys + _places(i, of_keys, n), key, mask=is_stored)
-                query = _load(q, i, of_keys, n, num_rows).to(tl.float16)
-                out = tl.dot(query, state, out)
-                if TAKES:
-                    known = tl.dot(key, state, known)
+            out, known = _of_state(given, i, inside, VALUES, ROWS, KEYS, TAKES)
             out *= tl.exp(summed)[:, None]
             if TAKES:
                 rate = tl.load(b + i * heads + head, mask=inside, other=0.0)[:, None]
@@ -182,6 +173,35 @@ def _load(x, i, of, n, num_rows):
     """A head's numbers n of rows i, padded with 0."""
     inside = (i < num_rows)[:, None] & (n < of[2])[None, :]
     return tl.load(x + _places(i, of, n), mask=inside, other=0.0)
+
+
+@triton.jit
+def _of_state(
+    given,
+    i,
+    inside,
+    VALUES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    TAKES: tl.constexpr,
+):
+    """What rows i read of the state by their queries, and with TAKES by their keys.
+
+    Each is [ROWS, VALUES]. Programs with `is_first` store the keys.
+    """
+    q, k, keys, of_keys, table, entry, head, c, value_dim, num_rows, is_first = given
+    out, known = tl.zeros([ROWS, VALUES], tl.float32), tl.zeros([ROWS, VALUES], tl.float32)
+    for start in tl.range(0, of_keys[2], KEYS):
+        n = start + tl.arange(0, KEYS)
+        state = _load_state(table, entry, head, n, c, of_keys[2], value_dim).to(tl.float16)
+        key = _load(k, i, of_keys, n, num_rows).to(tl.float16)
+        is_stored = inside[:, None] & (n < of_keys[2])[None, :] & is_first
+        tl.store(keys + _places(i, of_keys, n), key, mask=is_stored)
+        query = _load(q, i, of_keys, n, num_rows).to(tl.float16)
+        out = tl.dot(query, state, out)
+        if TAKES:
+            known = tl.dot(key, state, known)
+    return out, known
 
 
 @triton.jit
