@@ -124,8 +124,9 @@ KvCache = Annotated[
     typer.Option(
         "--kvCache",
         help="Choose the type of the KV cache: float (as attention computes), float16 (CPU), "
-        "int8, fp8 (tensorrt) or auto. auto takes the checkpoint's calibrated type, "
-        "else float16 on a CPU with integer weights.",
+        "int8, int4 (CPU), fp8 (tensorrt) or auto. int4 has the last 128 positions in float16, "
+        "and earlier ones in 4 bits with a scale for each 32 numbers. auto takes the "
+        "checkpoint's calibrated type, else float16 on a CPU with integer weights.",
         rich_help_panel="Model",
     ),
 ]

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 POOLINGS = ("last", "mean", "cls")  # of hidden states: the last token's, their mean, the first's
 POOLER_FILE = "pooler.safetensors"  # of bundles and engines: weights of `PoolerSpec.dense`
+# Cache type: codes with one fp16 scale for each block of a rotated head. Pages have bytes. A token
+# attends to the last positions, its own included, in fp16; further layers of the pages have them.
+INT4, INT4_BLOCK, INT4_RECENT = "int4", 32, 128
 ROW_CODES = ("int8_rows", "fp8_rows")  # cache types with one fp16 scale for each row
 # Tokens before the window that stay cached: a later prompt may diverge this far back.
 SPARE_ROWS = 64
@@ -25,7 +28,8 @@ class PageSpec:
     """Pages of the KV cache, which the sequences of a batch share."""
 
     rows: int  # of a page
-    windows: tuple[int, ...]  # by layer: tokens that a token attends to, itself included; 0: all
+    # By layer: tokens that a token attends to, itself included; 0: all. INT4: then INT4_RECENT each
+    windows: tuple[int, ...]
     pass_rows: int = 0  # maximum of a sequence in a pass, so that windows bound pages; 0: any
 
 
@@ -45,12 +49,25 @@ class KVCacheSpec:
         """KV heads of a layer, and their size."""
         return self.heads[layer] if self.heads else (self.num_kv_heads, self.head_dim)
 
+    @property
+    def array_dtype(self) -> str:
+        """NumPy's type of the arrays that hold the cache."""
+        return "uint8" if self.dtype == INT4 else self.dtype
+
+    def array_heads(self, layer: int) -> tuple[int, int]:
+        """KV heads of a layer, and the elements that a position of a head takes in an array."""
+        if self.dtype != INT4:
+            return self.heads_of(layer)
+        num_kv_heads, head_dim = self.heads_of(layer % self.num_layers)
+        block_bytes = INT4_BLOCK // 2 + 2 if layer < self.num_layers else 2 * INT4_BLOCK
+        return num_kv_heads, -(-head_dim // INT4_BLOCK) * block_bytes
+
     def layer_bytes(self, layer: int) -> int:
         """Bytes of keys and values of one token in a layer."""
-        num_kv_heads, head_dim = self.heads_of(layer)
+        num_kv_heads, elements = self.array_heads(layer)
         itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
         scale_bytes = 2 if self.dtype in ROW_CODES else 0
-        return 2 * num_kv_heads * (head_dim * itemsize + scale_bytes)
+        return 2 * num_kv_heads * (elements * itemsize + scale_bytes)
 
     @property
     def bytes_per_token(self) -> int:

@@ -38,7 +38,7 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.core.model_spec import DraftSpec, KVCacheSpec
+from edgellm.core.model_spec import INT4, DraftSpec, KVCacheSpec
 from edgellm.core.resources import trim
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.packed_layout import VERSION
@@ -155,15 +155,17 @@ def _cache(source: Path, bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     model, is_own = ir.load(source / bundle.graphs[role].path), kernels_of(plan) == EDGELLM
     for layer in range(spec.num_layers):
         _require_head_dim(spec.heads_of(layer)[1], is_own=is_own)
+    dtype = "float32"
+    if role == DECODER:
+        precision = variants_of(role, model, bundle, plan)[0].precision
+        has_halves = is_own and bool(set(precision.split("+")) - _EXACT)
+        dtype = _rows_type(spec, plan.kv_cache, is_own, has_halves)
+    spec = dataclasses.replace(spec, dtype=dtype)
     if is_own:
         num_trailing = bundle.spec.num_trailing if isinstance(bundle.spec, DraftSpec) else 0
-        pages = page_spec(model.graph, plan, bundle.decoder, num_trailing)
+        pages = page_spec(model.graph, plan, bundle.decoder, num_trailing, is_int4=dtype == INT4)
         spec = dataclasses.replace(spec, pages=pages)
-    if role != DECODER:
-        return dataclasses.replace(spec, dtype="float32")
-    precision = variants_of(role, model, bundle, plan)[0].precision
-    has_halves = is_own and bool(set(precision.split("+")) - _EXACT)
-    return dataclasses.replace(spec, dtype=_rows_type(spec, plan.kv_cache, is_own, has_halves))
+    return spec
 
 
 def _require_head_dim(size: int, *, is_own: bool) -> None:
@@ -189,9 +191,11 @@ def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -
     """
     if wanted == "fp8":
         raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="leave it out")
-    if wanted == "float16" and not is_own:
+    if wanted in ("float16", INT4) and not is_own:
         raise EdgeLLMError(
-            "--kvCache float16: ONNX Runtime's operators keep float32", hint="leave out --kernels"
+            f"--kvCache {wanted}: ONNX Runtime's operators keep float32 or int8",
+            hint="leave out --kernels and --prefill; edgellm's kernels need a C++ compiler or its "
+            "wheel",
         )
     if wanted == "int8" and spec.ranges is None:
         raise EdgeLLMError(

@@ -16,7 +16,7 @@ from edgellm.build.lowering.linears.groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linears.weights import LinearWeight
 from edgellm.build.verify.streamed_eval import CUT
 from edgellm.core import graph_io
-from edgellm.core.model_spec import KVCacheSpec
+from edgellm.core.model_spec import INT4, KVCacheSpec
 
 # Nodes that decode a weight; Gather looks up codes in a table of values.
 _DECODING = (
@@ -213,17 +213,20 @@ def narrows(cache: KVCacheSpec | None, engine: Rounds) -> bool:
     """Whether the KV cache has a lower precision than the engine computes in."""
     if cache is None:
         return False
-    return cache.dtype == "int8" or (cache.dtype == "float16" and not engine.halves)
+    return cache.dtype == "int8" or (cache.dtype in ("float16", INT4) and not engine.halves)
 
 
 def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
-    """Round keys and values to float16 or int8 before they are cached; int8 with a scale each."""
+    """Round keys and values to float16 or int8 before they are cached; int8 with a scale each.
+
+    Rows of a check are fewer than INT4_RECENT, which a cache of 4 bits has in float16.
+    """
     for node in graph.find("TensorScatter"):
         if node.inputs[0] is None:
             continue
         graph.cursor = node
         rows = graph.node("Cast", [node.inputs[1]], to=int(ir.DataType.FLOAT))
-        if cache.dtype == "float16":
+        if cache.dtype in ("float16", INT4):
             held = graph.node("Cast", [rows], to=int(ir.DataType.FLOAT16))
         else:
             held = _in_steps(graph, rows, str(node.inputs[0].name), cache)

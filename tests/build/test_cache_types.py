@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from edgellm.build.engine import build_engine
 from edgellm.build.onnxruntime_cpu.compiler import estimate
 from edgellm.build.plan import Plan
-from edgellm.core.errors import BrokenArtifactError
+from edgellm.core.errors import BrokenArtifactError, UnsupportedModelError
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, Bundle, load_bundle, load_engine
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.export import models
@@ -61,6 +61,10 @@ def _reference(checkpoint, ids, monkeypatch) -> np.ndarray:
         return plain(module, query, key, value, *args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", rounded)
+    return _logits(checkpoint, ids)
+
+
+def _logits(checkpoint, ids) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -159,15 +163,18 @@ def test_int8_needs_calibrated_ranges(command_here, tiny_bundle, tmp_path):
     assert_one_line_error(result, "--kvCache int8", "--kv_cache_quantization int8")
     result = command_here(
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
-        "--kvCache", "int4",
+        "--kvCache", "int3",
     )  # fmt: skip
-    assert_one_line_error(result, "--kvCache int4: give auto, float, float16, int8 or fp8")
-    result = command_here(
-        "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
-        "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", "float16",
-        "--kernels", "onnxruntime",
-    )  # fmt: skip
-    assert_one_line_error(result, "--kvCache float16: ONNX Runtime's operators keep float32")
+    assert_one_line_error(result, "--kvCache int3: give auto, float, float16, int8, int4 or fp8")
+    for wanted in ("float16", "int4"):
+        result = command_here(
+            "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
+            "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", wanted,
+            "--kernels", "onnxruntime",
+        )  # fmt: skip
+        assert_one_line_error(
+            result, f"--kvCache {wanted}: ONNX Runtime's operators keep float32", "--kernels"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,3 +192,90 @@ def test_invalid_cache_scales_are_rejected(tmp_path, change, words):
     with pytest.raises(BrokenArtifactError, match=words):
         _export(checkpoint, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
+
+
+RECENT = 128  # positions that a token attends to in float16
+
+
+def _hadamard(size: int) -> torch.Tensor:
+    place = range(size)
+    signs = [[(-1.0) ** bin(i & j).count("1") for j in place] for i in place]
+    return torch.tensor(signs) / size**0.5
+
+
+def _in_codes(x: torch.Tensor, ends: list[float], low: int, high: int) -> torch.Tensor:
+    """Heads of at most 32 numbers, by the scale of least error that gives the largest an end."""
+    largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    scales = (largest / torch.tensor(ends))[..., None]
+    scales = scales.half().float() if low == -8 else scales
+    held = (x[..., None, :] / scales).round().clamp(low, high) * scales
+    best = ((held - x[..., None, :]) ** 2).sum(-1).argmin(-1)
+    index = best[..., None, None].expand(*best.shape, 1, x.shape[-1])
+    return held.gather(-2, index).squeeze(-2)
+
+
+def _in_4_bits_and_halves(_, query, key, value, __, scaling, **___):
+    """Attention of transformers to rotated heads: the last positions in halves."""
+    groups, count, size = query.shape[1] // key.shape[1], *query.shape[2:]
+    query, key, value = (each @ _hadamard(size) for each in (query, key, value))
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    codes = _in_codes(query, [127.0], -127, 127)
+    ends = [-8, -7.5, -7, -6.5, -8.5, -9]
+    keys, values = (_in_codes(each, ends, -8, 7) for each in (key, value))
+    distance = torch.arange(count)[:, None] - torch.arange(count)
+    last = distance < RECENT
+    scores = torch.where(last, query @ key.half().float().mT, codes @ keys.mT) * scaling
+    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
+    found = (weights * last) @ value.half().float() + (weights * ~last) @ values
+    return (found @ _hadamard(size)).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_int4_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypatch):
+    """Prefill in chunks, a tree whose second branch is accepted, and a restored copy."""
+    tiny = {**models.find(kind).TINY, "head_dim": 16, "max_position_embeddings": 1024}
+    make_checkpoint(tmp_path / "checkpoint", **tiny)
+    _export(tmp_path / "checkpoint", tmp_path / "bundle")
+    plan = Plan(max_input_len=512, kv_capacity=1024, threads=1, quantize="none", kv_cache="int4")
+    engine = tmp_path / "engine"
+    build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
+    manifest = load_engine(engine, LLM_ENGINE)
+    kv = manifest.decoder.kv
+    assert kv.bytes_per_token == 2 * kv.num_layers * kv.num_kv_heads * 18
+    session = open_decoder(engine, manifest)
+    ids = np.random.default_rng(0).integers(0, 90, 604)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", _in_4_bits_and_halves)
+    expected = _logits(tmp_path / "checkpoint", ids)
+    found = [
+        session.run(ids[at : at + 200], at, np.arange(200)).logits.copy() for at in (0, 200, 400)
+    ]
+    # Row 0 continues the text wrongly; rows 1 to 4 continue it as it is.
+    mask = np.tri(5, dtype=np.bool_)
+    mask[1:, 0] = False
+    places = np.array([600, 600, 601, 602, 603])
+    tree = session.run(
+        np.array([5, *ids[600:]]), 600, np.arange(5), position_ids=places, tree_mask=mask
+    ).logits.copy()
+    found = np.concatenate([*found, tree[1:]])
+    error = np.abs(found - expected)
+    assert np.median(error) < 1e-3  # a half may round the other way, too
+    assert np.quantile(error, 0.99) < 5e-2  # a code may fall the other way
+    session.kv.compact(600, np.array([1, 2, 3]))
+    again = session.run(ids[603:], 603, np.array([0])).logits[0].copy()
+    np.testing.assert_array_equal(again, tree[4])
+    saved, least = session.kv.read(603), session.kv.min_length
+    assert saved.dtype == np.uint8
+    session.run(ids[:200][::-1], 0, np.array([0]))
+    session.kv.write(saved, ids[:603].tolist(), least)
+    np.testing.assert_array_equal(session.run(ids[603:], 603, np.array([0])).logits[0], again)
+
+
+def test_int4_rejects_short_windows(tmp_path):
+    make_checkpoint(
+        tmp_path / "checkpoint", **{**models.find("gemma3_text").TINY, "sliding_window": 128}
+    )
+    _export(tmp_path / "checkpoint", tmp_path / "bundle")
+    plan = Plan(max_input_len=32, kv_capacity=256, threads=1, kv_cache="int4")
+    with pytest.raises(UnsupportedModelError, match="layers of this model attend to 128") as raised:
+        estimate(tmp_path / "bundle", load_bundle(tmp_path / "bundle", LLM_BUNDLE), plan)
+    assert raised.value.hint == "give --kvCache float16"

@@ -20,7 +20,7 @@ from edgellm.device_runtime.kernels.packed_layout import (
 )
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_CACHES = {"float32": 0, "float16": 1, "int8": 2}
+_CACHES = {"float32": 0, "float16": 1, "int8": 2, "uint8": 3}  # uint8: rows of 4 bits
 
 
 class _Product(ctypes.Structure):
@@ -69,6 +69,7 @@ class _Cache(ctypes.Structure):
         *((name, _FLOAT) for name in ("k_scale", "v_scale")),
         ("page_rows", _INT),
         *((name, _POINTER) for name in ("pages", "keys", "values")),
+        *((name, _POINTER) for name in ("recent_pages", "recent_keys", "recent_values")),
     ]
 
 
@@ -237,13 +238,25 @@ class Rows:
     keys: np.ndarray
     values: np.ndarray
     write_index: int
+    # Of uint8 caches: keys and values in float16, [kv_heads, C, D], D in whole blocks of 32
+    recent: tuple[np.ndarray, ...] = ()
 
     @property
     def heads(self) -> int:
-        return self.q.shape[1] // self.keys.shape[2]
+        return self.q.shape[1] // self.head_dim
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[1] // self.keys.shape[0]
 
     def copy(self) -> Rows:
-        return Rows(self.q, self.k, self.v, self.keys.copy(), self.values.copy(), self.write_index)
+        caches = self.keys.copy(), self.values.copy()
+        recent = tuple(each.copy() for each in self.recent)
+        return Rows(self.q, self.k, self.v, *caches, self.write_index, recent)
+
+
+RECENT = 128  # positions that a row of a uint8 cache attends to in float16
+_INVALID = {"int8": -77, "uint8": 0xFF}  # uint8: scales that are NaN
 
 
 class BlockPool:
@@ -257,7 +270,7 @@ class BlockPool:
         self.pools = []
         for cache in caches:
             pool = np.empty((count + 3, kv_heads, page_rows, dim), cache.dtype)
-            pool.fill(-77 if cache.dtype == np.int8 else np.nan)
+            pool.fill(_INVALID.get(cache.dtype.name, np.nan))
             wide = np.zeros((kv_heads, count * page_rows, dim), cache.dtype)
             wide[:, : self.capacity] = cache
             pool[taken] = wide.reshape(kv_heads, count, page_rows, dim).swapaxes(0, 1)
@@ -282,10 +295,11 @@ def attention(
     sinks=None, scales=(1.0, 1.0), page_rows=0, bidirectional=False, causal=False,
 ):  # fmt: skip
     """Output [S, heads * D] of S tokens, which are appended to the cache. `rope`: cos and sin."""
-    kv_heads, _, dim = rows.keys.shape
+    kv_heads, dim = len(rows.keys), rows.head_dim
     page_rows = page_rows or int(_ORDER.choice([16, 32, 64, 128, 256]))
     least = rows.write_index + (1 if mask is None else len(rows.q) - mask.shape[1])
     pages = BlockPool([rows.keys, rows.values], page_rows, max(0, least - window) if window else 0)
+    recent = BlockPool(rows.recent, page_rows, max(0, least - RECENT)) if rows.recent else pages
     cos, sin = rope or (None, None)
     mask = None if mask is None else np.ascontiguousarray(mask).view(np.uint8)
     y = np.full(rows.q.shape, np.nan, np.float32)
@@ -306,11 +320,14 @@ def attention(
             *scales,
             page_rows,
             *map(_address, (pages.table, *pages.pools)),
+            *(map(_address, (recent.table, *recent.pools)) if rows.recent else ()),
         ),
         _address(y),
     )
     _call("edgellm_attention", instruction_set.encode(), ctypes.byref(arguments), int(is_split))
     rows.keys[...], rows.values[...] = pages.slots(0), pages.slots(1)
+    for at, cache in enumerate(rows.recent):
+        cache[...] = recent.slots(at)
     return y
 
 

@@ -27,7 +27,14 @@ from edgellm.core.graph_io import (
     past_name,
     present_name,
 )
-from edgellm.core.model_spec import DecoderSpec, KVCacheSpec, PageSpec, is_bounded
+from edgellm.core.model_spec import (
+    INT4,
+    INT4_RECENT,
+    DecoderSpec,
+    KVCacheSpec,
+    PageSpec,
+    is_bounded,
+)
 from edgellm.core.onnx_functions import (
     CROSS_ATTENTION,
     VISIBLE_AROUND,
@@ -52,7 +59,14 @@ _HELD_PAGES = "audio_pages"  # symbol of their number
 _PASS_ROWS = 256  # that windows have space for; longer chunks are no faster
 
 
-def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec, num_trailing: int = 0) -> PageSpec:
+def page_spec(
+    graph: ir.Graph,
+    plan: Plan,
+    spec: DecoderSpec,
+    num_trailing: int = 0,
+    *,
+    is_int4: bool = False,
+) -> PageSpec:
     """Pages of the caches of a portable graph; raises as `lower_attention`.
 
     Args:
@@ -60,6 +74,7 @@ def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec, num_trailing: int 
         plan: of the engine.
         spec: of the graph's layers.
         num_trailing: tokens after the text of a draft's pass, see `DraftSpec`.
+        is_int4: whether the cache has 4 bits.
     """
     layers = CachedAttention.all_of(graph, takes_sinks=True)
     rows = _SHARED_ROWS
@@ -71,14 +86,26 @@ def page_spec(graph: ir.Graph, plan: Plan, spec: DecoderSpec, num_trailing: int 
         for layer in layers
         if not layer.is_shared
     )
+    if is_int4:
+        _require_longer_windows(windows)
+        windows += (INT4_RECENT,) * len(windows)
     tree_rows = max(plan.max_verify_tree_size, plan.max_draft_tree_size)
     pass_rows = max(_PASS_ROWS, tree_rows, spec.min_chunk) + num_trailing
     pages = PageSpec(rows, windows, pass_rows)
     return pages if is_bounded(pages, plan.kv_capacity) else PageSpec(rows, windows)
 
 
+def _require_longer_windows(windows: Sequence[int]) -> None:
+    if short := [window for window in windows if 0 < window <= INT4_RECENT]:
+        raise UnsupportedModelError(
+            f"--kvCache int4 has the last {INT4_RECENT} positions in float16, and layers of this "
+            f"model attend to {short[0]}",
+            hint="give --kvCache float16",
+        )
+
+
 def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> None:
-    """Rewrite all cached attention; an int8 cache has one scale for each tensor.
+    """Rewrite all cached attention; int8 has a scale for each tensor, int4 in each row.
 
     Args:
         graph: portable.
@@ -91,7 +118,7 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
     assert cache.pages is not None
     tables: dict[ir.Value, tuple[ir.Value, ...]] = {}
     passes = _PassInputs(graph.graph)
-    written: dict[int, tuple[ir.Value, ir.Value]] = {}  # caches with the rows of this pass
+    written: dict[int, tuple[ir.Value, ...]] = {}  # caches with the rows of this pass
     for layer in CachedAttention.all_of(graph.graph, takes_sinks=True):
         graph.cursor = layer.call
         rotation = layer.cos, layer.sin
@@ -99,20 +126,23 @@ def lower_attention(graph: GraphEditor, cache: KVCacheSpec, capacity: int) -> No
             if layer.cos not in tables:
                 tables[layer.cos] = row_tables(graph, layer.cos, layer.sin)[1:]
             rotation = tables[layer.cos]
-        caches = written.setdefault(layer.cache, (layer.past_key, layer.past_value))
-        outputs = _emit(graph, layer, caches, passes, rotation, _scales(graph, cache, layer.cache))
+        if layer.cache not in written:
+            recent = passes.recent_rows(layer.cache, cache)
+            written[layer.cache] = layer.past_key, layer.past_value, *recent
+        caches, scales = written[layer.cache], _scales(graph, cache, layer.cache)
+        head_dim = cache.heads_of(layer.cache)[1] if cache.dtype == INT4 else None
+        outputs = _emit(graph, layer, caches, passes, rotation, scales, head_dim)
         if not layer.is_shared:
-            written[layer.cache] = outputs[1], outputs[2]
+            written[layer.cache] = outputs[1:]
+            passes.name_recent_rows(layer.cache, cache, outputs[3:])
     _bind_rope_tables(graph, capacity)
     values = {str(value.name): value for value in (*graph.graph.inputs, *graph.graph.outputs)}
     for layer, window in enumerate(cache.pages.windows):
         for name, part in itertools.product((past_name, present_name), ("key", "value")):
-            value = values[name(layer, part)]
-            assert value.shape is not None
+            value, (heads, elements) = values[name(layer, part)], cache.array_heads(layer)
             # Layers with windows have their own number of pages.
-            pages = [f"pages{window or ''}", value.shape[1], cache.pages.rows, value.shape[3]]
-            value.shape = ir.Shape(pages)
-            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.dtype)))
+            value.shape = ir.Shape([f"pages{window or ''}", heads, cache.pages.rows, elements])
+            value.type = ir.TensorType(ir.DataType.from_numpy(np.dtype(cache.array_dtype)))
 
 
 def lower_audio_attention(graph: GraphEditor, cache: KVCacheSpec | None, capacity: int) -> None:
@@ -211,6 +241,21 @@ class _PassInputs:
         self.masks = self._add(TREE_MASKS, ir.DataType.BOOL, [MASK_VALUES])
         self._tables: dict[int, ir.Value] = {}
 
+    def recent_rows(self, layer: int, cache: KVCacheSpec) -> list[ir.Value]:
+        """Inputs with the recent keys and values of a layer; [] if the cache has none."""
+        if cache.dtype != INT4:
+            return []
+        names = [past_name(cache.num_layers + layer, part) for part in ("key", "value")]
+        found = [ir.val(name, ir.DataType.UINT8) for name in names]
+        self._graph.inputs.extend(found)
+        return found
+
+    def name_recent_rows(self, layer: int, cache: KVCacheSpec, outputs: Sequence[ir.Value]) -> None:
+        """Make these values the outputs with the recent keys and values of a layer."""
+        for value, part in zip(outputs, ("key", "value"), strict=False):
+            value.name = present_name(cache.num_layers + layer, part)
+            self._graph.outputs.append(value)
+
     def table(self, window: int) -> ir.Value:
         """Page table of layers with this window, 0: without."""
         if window not in self._tables:
@@ -227,34 +272,43 @@ class _PassInputs:
 def _emit(
     graph: GraphEditor,
     layer: CachedAttention,
-    caches: tuple[ir.Value, ir.Value],
+    caches: tuple[ir.Value, ...],
     passes: _PassInputs,
     tables: tuple[ir.Value | None, ...],
-    scales: list[ir.Value],
+    scales: Sequence[ir.Value | None],
+    head_dim: int | None,
 ) -> tuple[ir.Value, ...]:
-    """The outputs; a layer that shares the cache of an earlier one writes nothing."""
+    """The outputs; a layer that shares the cache of an earlier one writes nothing.
+
+    `head_dim`: None if the shape of the cache determines it.
+    """
     window, both_ways = _window(layer), _has_mask(layer, *_BOTH_WAYS)
     packed = None if layer.is_shared else packed_rows(layer.q, layer.k, layer.v)
     rows = (layer.q, None, None) if layer.is_shared else (layer.q, layer.k, layer.v)
     given = {"scale": layer.scale, "softcap": layer.softcap, "local_window_size": window}
+    given |= {"head_dim": head_dim}
     given |= {"rotary_interleaved": 1} if layer.interleaved else {}
     given |= {"bidirectional": 1} if both_ways else {}
     given |= {"causal": 1} if _has_mask(layer, VISIBLE_BEFORE) else {}
+    recent = caches[2:]
+    if recent:
+        recent, scales = (passes.table(INT4_RECENT), *recent), [None, None]
     outputs = graph.nodes(
         "CachedAttention",
         [
             *((packed, None, None) if packed is not None else rows),
-            *caches, passes.sequences, passes.table(0 if both_ways else window or 0), *tables,
+            *caches[:2], passes.sequences, passes.table(0 if both_ways else window or 0), *tables,
             layer.positions, passes.masks,
             *([None, None, _sinks(graph, layer), *scales] if scales or layer.sinks else []),
+            *recent,
         ],
-        1 if layer.is_shared else 3,
+        1 if layer.is_shared else 1 + len(caches),
         domain=DOMAIN,
         num_heads=layer.num_heads,
         kv_num_heads=layer.kv_num_heads,
         **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
-    for old, new in zip(layer.outputs, outputs, strict=not layer.is_shared):
+    for old, new in zip(layer.outputs, outputs[:3], strict=not layer.is_shared):
         graph.replace(old, new)
     return tuple(outputs)
 

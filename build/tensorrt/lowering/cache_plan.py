@@ -54,10 +54,11 @@ def plan_cache(
     Raises:
         EdgeLLMError: a flag is not supported, with the reason.
     """
-    if plan.kv_cache == "float16":
+    if plan.kv_cache in ("float16", "int4"):
         raise EdgeLLMError(
-            "--kvCache float16 is for the CPU",
-            hint="leave it out: TensorRT's cache has the type that attention computes in",
+            f"--kvCache {plan.kv_cache} is for the CPU",
+            hint="leave it out: TensorRT's cache has the type that attention computes in, or give "
+            "--kvCache int8",
         )
     wanted, codes = options_of(plan).kernels, _codes(bundle, plan, target)
     if wanted == TENSORRT and plan.kv_cache in ("int8", "fp8"):

@@ -34,6 +34,7 @@ void weigh(Query& query, int64_t base) {
 
 // -------------------------------------------------------------------------------------- values
 constexpr int64_t kTogether = 32;  // keys whose values stay near while all queries take them
+constexpr const uint16_t* kNoHalves = nullptr;
 
 // Adds V strips of keys' values, weighted for Q queries. Registers are of the processor's own vectors: compilers keep
 // arrays of others in memory.
@@ -108,6 +109,11 @@ int64_t first_key(const Attention& a, int64_t row) {
   return a.rules.window ? most(0, a.scratch.seen[kSeen * row + 2] - a.rules.window) : 0;
 }
 
+// The first key that a row attends to in float16, of a cache of 4 bits.
+int64_t first_recent(const Attention& a, int64_t row) {
+  return most(0, a.scratch.seen[kSeen * row + 2] - kRecent);
+}
+
 // One chunk of keys for `rows` rows from `row` on, `group` heads of each from `head` on.
 // What all rows see alike is read once.
 template <class Isa>
@@ -120,7 +126,7 @@ struct Tile {
     for (int i = 0; i < rows * group; i++) {
       const int64_t own = row + i / group;
       queries[i].row = own;
-      queries[i].q = a.scratch.queries + (own * a.shape.heads + head + i % group) * a.padded_dim();
+      queries[i].q = a.scratch.queries + (own * a.shape.heads + head + i % group) * a.query_floats();
       queries[i].scores = scores[i];
     }
   }
@@ -146,6 +152,7 @@ struct Tile {
       lowest = least(lowest, q.first);
       last_first = most(last_first, q.first);
       first_end = least(first_end, least(q.end, q.straight));
+      if constexpr (std::is_same_v<E, Int4>) first_end = least(first_end, most(base, first_recent(a, q.row)));
       highest = most(highest, least(q.end, q.straight));
     }
     is_shared = is_shared && last_first < first_end;
@@ -153,31 +160,94 @@ struct Tile {
     chunk.score_keys(a, queries, rows * group, lowest, highest);
     for (int r = 0; r < rows; r++) {
       Query* own = queries + r * group;
-      score_slots(a, kv_head, base, own);
+      score_slots<E>(a, kv_head, base, own);
       if (own->first < own->end)
         for (int i = 0; i < group; i++) weigh<Isa>(own[i], base);
-      add_own(a, kv_head, chunk, own, own->first, is_shared ? last_first : own->end);
+      add_keys(a, kv_head, chunk, own, own->first, is_shared ? last_first : own->end);
     }
     if (!is_shared) return;
     add_slots<Isa>(queries, rows * group, chunk.values, last_first - base, first_end - base);
-    for (int r = 0; r < rows; r++) add_own(a, kv_head, chunk, queries + r * group, first_end, queries[r * group].end);
+    for (int r = 0; r < rows; r++) add_keys(a, kv_head, chunk, queries + r * group, first_end, queries[r * group].end);
   }
 
  private:
+  // Scores of keys that `Chunk` has not scored.
+  template <class E>
   void score_slots(const Attention& a, int64_t kv_head, int64_t base, const Query* own) const {
-    alignas(64) float memory[kStrip * kMostDim];
-    const float* const no_rows = nullptr;
-    for (int64_t key = most(own->first, own->straight); key < own->end; key += kStrip) {
-      const int64_t count = least(kStrip, own->end - key);
-      score_rows<Isa>(a, own, group, read_seen<Isa>(a, a.cache.keys, kv_head, own->row, key, count, memory), count,
-                      no_rows, key - base);
+    const int64_t first = most(own->first, own->straight);
+    if constexpr (std::is_same_v<E, Int4>) {
+      const int64_t recent = most(own->first, first_recent(a, own->row));
+      score_seen<Int4>(a, a.cache.keys, kv_head, base, own, first, least(recent, own->end));
+      each_recent(a, kv_head, a.cache.recent_keys, recent, least(own->end, own->straight), kStrip,
+                  [&](const uint16_t* rows, int64_t key, int64_t count) {
+                    score_rows<Isa>(a, own, group, rows, count, kNoHalves, key - base);
+                  });
+      score_seen<uint16_t>(a, a.cache.recent_keys, kv_head, base, own, most(first, recent), own->end);
+    } else {
+      score_seen<float>(a, a.cache.keys, kv_head, base, own, first, own->end);
+    }
+  }
+
+  // Of those that follow contiguous ones.
+  template <class E>
+  void score_seen(const Attention& a, const void* keys, int64_t kv_head, int64_t base, const Query* own, int64_t from,
+                  int64_t to) const {
+    alignas(64) E memory[kStrip * kMostDim];
+    const E* const no_rows = nullptr;
+    for (int64_t key = from; key < to; key += kStrip) {
+      const int64_t count = least(kStrip, to - key);
+      const E* rows = read_seen<Isa>(a, keys, kv_head, own->row, key, count, memory);
+      if constexpr (std::is_same_v<E, Int4>) {
+        alignas(64) float turned[int4_strip_floats(kMostDim)];
+        turn_int4<Isa>(rows, count, a.padded_dim(), turned);
+        score_int4<Isa>(a, own, group, turned, key - base);
+      } else {
+        score_rows<Isa>(a, own, group, rows, count, no_rows, key - base);
+      }
+    }
+  }
+
+  // Calls function(rows, key, count) for contiguous rows of float16, at most `together`.
+  template <class Function>
+  static void each_recent(const Attention& a, int64_t kv_head, const uint16_t* cache, int64_t from, int64_t to,
+                          int64_t together, Function function) {
+    for (int64_t key = from, count; key < to; key += count) {
+      count = least(least(together, to - key), a.cache.page_rows - key % a.cache.page_rows);
+      function(cache + a.recent_place(kv_head, key), key, count);
+    }
+  }
+
+  template <class E>
+  void add_keys(const Attention& a, int64_t kv_head, const Chunk<Isa, E>& chunk, const Query* own, int64_t from,
+                int64_t to) const {
+    if constexpr (std::is_same_v<E, Int4>) {
+      const int64_t recent = least(to, most(from, first_recent(a, own->row)));
+      add_own(a, kv_head, chunk, own, from, recent);
+      add_recent(a, kv_head, chunk.base, own, recent, to);
+    } else {
+      add_own(a, kv_head, chunk, own, from, to);
+    }
+  }
+
+  void add_recent(const Attention& a, int64_t kv_head, int64_t base, const Query* own, int64_t from, int64_t to) const {
+    alignas(64) uint16_t memory[kStrip * kMostDim];
+    const int64_t dim = a.padded_dim();
+    each_recent(a, kv_head, a.cache.recent_values, from, least(to, own->straight), kTogether,
+                [&](const uint16_t* rows, int64_t key, int64_t count) {
+                  add_values<Isa>(own, group, rows, key - base, count, dim);
+                });
+    for (int64_t key = most(from, own->straight); key < to; key += kStrip) {
+      const int64_t count = least(kStrip, to - key);
+      add_values<Isa>(own, group,
+                      read_seen<Isa>(a, a.cache.recent_values, kv_head, own->row, key, count, memory), key - base,
+                      count, dim);
     }
   }
 
   template <class E>
   void add_own(const Attention& a, int64_t kv_head, const Chunk<Isa, E>& chunk, const Query* own, int64_t from,
                int64_t to) const {
-    alignas(64) float memory[kStrip * kMostDim];
+    alignas(64) std::conditional_t<std::is_same_v<E, Int4>, Int4, float> memory[kStrip * kMostDim];
     const int64_t base = chunk.base, dim = a.padded_dim(), straight = least(to, own->straight);
     add_slots<Isa>(own, group, chunk.values, from - base, straight - base);
     for (int64_t key = most(from, own->straight); key < to; key += kStrip) {
@@ -211,6 +281,7 @@ void finish_sum(const Attention& a, int64_t row, int64_t head, const float* sum)
   float* y = a.y + (row * a.shape.heads + head) * a.shape.head_dim;
   const float factor = sum[1] > 0 ? (a.cache.type == CacheType::kInt8 ? a.cache.v_scale : 1) / sum[1] : 0;
   for (int64_t d = 0; d < a.shape.head_dim; d++) y[d] = sum[kStrip + d] * factor;
+  if (a.cache.type == CacheType::kInt4) hadamard(a.shape.head_dim, y);  // values are rotated
 }
 
 // Calls function(row, rows, head, heads) for the tiles of some rows and the heads of one key head.

@@ -52,7 +52,7 @@ struct Pass {
     for (const Part& part : parts) {
       const Attention& a = part.a;
       starts.push_back(size);
-      size += aligned(a.shape.rows * a.shape.heads * a.padded_dim() * 4) + aligned(a.shape.rows * kSeen * 4) +
+      size += aligned(a.shape.rows * a.shape.heads * a.query_floats() * 4) + aligned(a.shape.rows * kSeen * 4) +
               aligned(a.shape.rows * a.shape.mask_columns * 4);
       if (part.splits()) size += a.chunks() * a.shape.rows * a.shape.heads * a.partial_floats() * 4;
     }
@@ -61,7 +61,7 @@ struct Pass {
       Attention& a = parts[i].a;
       char* at = memory + starts[i];
       const auto take = [&](int64_t bytes) { return std::exchange(at, at + aligned(bytes)); };
-      a.scratch.queries = reinterpret_cast<float*>(take(a.shape.rows * a.shape.heads * a.padded_dim() * 4));
+      a.scratch.queries = reinterpret_cast<float*>(take(a.shape.rows * a.shape.heads * a.query_floats() * 4));
       a.scratch.seen = reinterpret_cast<int32_t*>(take(a.shape.rows * kSeen * 4));
       a.scratch.slots = reinterpret_cast<int32_t*>(take(a.shape.rows * a.shape.mask_columns * 4));
       a.scratch.partials = reinterpret_cast<float*>(at);
@@ -110,6 +110,9 @@ enum {
   kSinks,
   kKScale,
   kVScale,
+  kRecentPages,
+  kRecentKey,
+  kRecentValue,
   kCount
 };
 
@@ -120,22 +123,26 @@ enum {
 // order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
 // [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
 // last slots, behind each other; q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
+// Rows of 4 bits are uint8 as `int4_rows.h` says, with D as the attribute `head_dim`; their recent ones in float16 are
+// uint8 [pages, kv_heads, page rows, 2 * padded D], too, with page tables of their own.
 // Outputs: y [1, S, heads * D], and if rows are written the caches, in place where they are the past's.
 template <ort::ElementType kCache>
 struct CachedAttention {
   static constexpr const char* kName = "CachedAttention";
   static constexpr ort::ElementType kInputs[] = {
       ort::kFloat, ort::kFloat, ort::kFloat, kCache,      kCache,      ort::kInt64, ort::kInt64, ort::kFloat,
-      ort::kFloat, ort::kInt64, ort::kBool,  ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat};
-  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, kCache, kCache};
+      ort::kFloat, ort::kInt64, ort::kBool,  ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat, ort::kFloat,
+      ort::kInt64, ort::kUInt8, ort::kUInt8};
+  static constexpr ort::ElementType kOutputs[] = {ort::kFloat, kCache, kCache, ort::kUInt8, ort::kUInt8};
   static constexpr unsigned kNeeded = 0b1111001, kNeededOutputs = 1;
 
-  int64_t heads, kv_heads, window, is_interleaved, is_bidirectional, is_causal;
+  int64_t heads, kv_heads, head_dim, window, is_interleaved, is_bidirectional, is_causal;
   float scale, softcap, epsilon;
 
   explicit CachedAttention(const OrtKernelInfo* info)
       : heads(ort::int_attribute(info, "num_heads", 0)),
         kv_heads(ort::int_attribute(info, "kv_num_heads", 0)),
+        head_dim(ort::int_attribute(info, "head_dim", 0)),
         window(ort::int_attribute(info, "local_window_size", 0)),
         is_interleaved(ort::int_attribute(info, "rotary_interleaved", 0)),
         is_bidirectional(ort::int_attribute(info, "bidirectional", 0)),
@@ -163,7 +170,15 @@ struct CachedAttention {
     void* const keys = writes ? copy_past(context, 1, in[kPastKey], all) : in[kPastKey].data;
     void* const values = writes ? copy_past(context, 2, in[kPastValue], all) : in[kPastValue].data;
     if (!all.shape.rows) return;
-    for (Pass::Part& part : pass.parts) part.a.cache.keys = keys, part.a.cache.values = values;
+    const bool is_int4 = all.cache.type == CacheType::kInt4, writes_recent = writes && is_int4;
+    void* const recent_keys = writes_recent ? copy_past(context, 3, in[kRecentKey], all) : in[kRecentKey].data;
+    void* const recent_values = writes_recent ? copy_past(context, 4, in[kRecentValue], all) : in[kRecentValue].data;
+    for (Pass::Part& part : pass.parts) {
+      part.a.cache.keys = keys;
+      part.a.cache.values = values;
+      part.a.cache.recent_keys = static_cast<uint16_t*>(recent_keys);
+      part.a.cache.recent_values = static_cast<uint16_t*>(recent_values);
+    }
     pass.place();
     pass.each_row(context, [](const Pass::Part& part, int64_t row) { kernels().write_kv(part.a, row); });
     pass.attend(context);
@@ -183,7 +198,18 @@ struct CachedAttention {
     shape.heads = heads;
     shape.kv_heads = kv_heads;
     a.cache.page_rows = cache[2];
-    shape.head_dim = cache[3];
+    a.cache.type = kCache == ort::kFloat  ? CacheType::kFloat32
+                   : kCache == ort::kHalf ? CacheType::kFloat16
+                   : kCache == ort::kInt8 ? CacheType::kInt8
+                                          : CacheType::kInt4;
+    shape.head_dim = a.cache.type == CacheType::kInt4 ? head_dim : cache[3];
+    require(a.row_elements() == cache[3], "CachedAttention: head_dim does not fit the rows of 4 bits");
+    if (a.cache.type == CacheType::kInt4) {
+      const std::vector<int64_t>& recent = in[kRecentKey].dims;
+      require(recent.size() == 4 && recent[1] == kv_heads && recent[2] == cache[2] && recent[3] == 2 * a.padded_dim() &&
+                  in[kRecentValue].dims == recent && in[kRecentPages],
+              "CachedAttention: a cache of 4 bits needs the recent rows in float16");
+    }
     require(a.cache.page_rows > 0 && a.cache.page_rows % kStrip == 0 && kChunk % a.cache.page_rows == 0,
             "CachedAttention: pages of this size are not known");
     require(shape.head_dim > 0 && shape.head_dim <= 512,
@@ -212,9 +238,6 @@ struct CachedAttention {
 
   void read_scales(const Tensor* in, Attention& a) const {
     Attention::Cache& cache = a.cache;
-    cache.type = kCache == ort::kFloat  ? CacheType::kFloat32
-                 : kCache == ort::kHalf ? CacheType::kFloat16
-                                        : CacheType::kInt8;
     cache.k_scale = cache.v_scale = 1;
     if (cache.type != CacheType::kInt8) return;
     const Tensor &k = in[kKScale], &v = in[kVScale];
@@ -256,10 +279,12 @@ struct CachedAttention {
 
   // Splits `all` into the attention of each sequence.
   Pass cut(const Tensor* in, const Attention& all) const {
-    const Tensor &facts = in[kSequences], &tables = in[kPages];
+    const Tensor &facts = in[kSequences], &tables = in[kPages], &recent = in[kRecentPages];
     require(facts.dims.size() == 2 && facts.last() == kFacts, "CachedAttention: sequences are not [B, 3]");
     require(tables.dims.size() == 2 && tables.dims[0] == facts.dims[0],
             "CachedAttention: there is not one page table for each sequence");
+    const bool is_int4 = all.cache.type == CacheType::kInt4;
+    require(!is_int4 || recent.dims == tables.dims, "CachedAttention: page tables differ in shape");
     Pass pass;
     int64_t masked = 0;
     for (int64_t i = 0; i < facts.dims[0]; i++) {
@@ -270,6 +295,7 @@ struct CachedAttention {
       shape.rows = fact[1];
       shape.mask_columns = fact[2];
       a.cache.pages = tables.as<int64_t>() + i * tables.last();
+      if (is_int4) a.cache.recent_pages = recent.as<int64_t>() + i * recent.last();
       require(shape.rows >= 0 && shape.rows <= all.shape.rows - pass.rows,
               "CachedAttention: sequences and rows differ in number");
       require(shape.write_index >= 0 && shape.write_index <= tables.last() * a.cache.page_rows - shape.rows,
@@ -285,7 +311,8 @@ struct CachedAttention {
       a.inputs.mask = has_mask ? all.inputs.mask + masked : nullptr;
       masked += size;
       take_rows(a, pass.rows);
-      require_pages(a, in[kPastKey].dims[0]);
+      require_pages(a, a.cache.pages, a.first_slot(), in[kPastKey].dims[0]);
+      if (is_int4) require_pages(a, a.cache.recent_pages, a.first_in(kRecent), in[kRecentKey].dims[0]);
       pass.add(a);
     }
     require(pass.rows == all.shape.rows, "CachedAttention: sequences and rows differ in number");
@@ -308,10 +335,9 @@ struct CachedAttention {
     }
   }
 
-  static void require_pages(const Attention& a, int64_t count) {
-    for (int64_t page = a.first_slot() / a.cache.page_rows; page * a.cache.page_rows < a.end_slot(); page++)
-      require(a.cache.pages[page] >= 0 && a.cache.pages[page] < count,
-              "CachedAttention: a page is outside of the cache");
+  static void require_pages(const Attention& a, const int64_t* pages, int64_t first_slot, int64_t count) {
+    for (int64_t page = first_slot / a.cache.page_rows; page * a.cache.page_rows < a.end_slot(); page++)
+      require(pages[page] >= 0 && pages[page] < count, "CachedAttention: a page is outside of the cache");
   }
 
   // The cache that is written: a copy of the past, if it is not the past itself.
@@ -328,7 +354,7 @@ struct CachedAttention {
 
 Operators attention_operators() {
   return {ort::describe<CachedAttention<ort::kFloat>>(), ort::describe<CachedAttention<ort::kHalf>>(),
-          ort::describe<CachedAttention<ort::kInt8>>()};
+          ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<CachedAttention<ort::kUInt8>>()};
 }
 
 }  // namespace edgellm

@@ -1,26 +1,14 @@
 // Scores of queries with the keys of a chunk.
 #pragma once
 
+#include "attention_int4.h"
+#include "attention_query.h"
 #include "kernels.h"
 #include "kv_cache.h"
 #include "vector_math.h"
 
 namespace edgellm {
 namespace {
-
-struct Query {
-  int64_t row, first, end, straight;  // the keys [first, end) of a chunk; slots are keys below `straight`
-  const float* q;
-  float* values;  // [padded_dim]
-  float top, total;
-  float* scores;  // [kChunk], of the chunk's keys
-};
-
-template <class Isa>
-F<Isa> capped(const Attention& a, F<Isa> scores) {
-  if (a.rules.softcap <= 0) return scores;
-  return Isa::mul(tanh<Isa>(Isa::div(scores, Isa::set(a.rules.softcap))), Isa::set(a.rules.softcap));
-}
 
 // Scores of 16 keys; each is summed in 16 lanes along the head, then over the lanes. `kParts`: strips of the head, 0 if
 // known only at run time. `ahead`: the next 16 keys, of which it prefetches `share`.
@@ -143,7 +131,8 @@ template <class Isa, class E>
 struct Chunk {
   int64_t base, first, count;  // slots [first, count) of the chunk are read; `first` begins a strip
   Slots<Isa, E> keys, values;
-  float* turned;  // [strips, padded_dim, 16], or nullptr
+  float* turned;  // [strips, padded_dim, 16], or nullptr; of rows with 4 bits see `turn_int4`
+  static constexpr bool is_int4 = std::is_same_v<E, Int4>;
 
   // Slots of [begin, end). `work`: [3, kChunk, padded_dim].
   Chunk(const Attention& a, int64_t kv_head, int64_t index, int64_t begin, int64_t end, int64_t queries, float* work)
@@ -153,24 +142,35 @@ struct Chunk {
         keys(a, a.cache.keys, kv_head, base, first, count, work),
         values(a, a.cache.values, kv_head, base, first, count, work + kChunk * a.padded_dim()) {
     const int64_t dim = a.padded_dim();
-    turned = Isa::kTurnFrom > 0 && queries >= Isa::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
-    if constexpr (Isa::kTurnFrom > 0)
-      for (int64_t key = first; turned && key < count; key += kStrip)
-        turn<Isa>(keys.row(key), count - key, dim, turned + key * dim, keys.row(key + kStrip));
+    if constexpr (is_int4) {
+      turned = work;
+      for (int64_t key = first; key < count; key += kStrip)
+        turn_int4<Isa>(keys.row(key), count - key, dim, strip(key), keys.row(key + kStrip));
+    } else {
+      turned = Isa::kTurnFrom > 0 && queries >= Isa::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
+      if constexpr (Isa::kTurnFrom > 0)
+        for (int64_t key = first; turned && key < count; key += kStrip)
+          turn<Isa>(keys.row(key), count - key, dim, turned + key * dim, keys.row(key + kStrip));
+    }
   }
 
   // Of keys [from, to), and of those beside them in their strips.
   void score_keys(const Attention& a, const Query* queries, int all, int64_t from, int64_t to) const {
-    const int64_t dim = a.padded_dim();
     int64_t at = (from - base) / kStrip * kStrip;
     if (from >= to) return;
-    for (; !turned && at < to - base; at += kStrip)
-      score_rows<Isa, E>(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
-    if constexpr (Isa::kTurnFrom > 0)
-      if (turned) score_all_turned(a, queries, all, at, (to - base + kStrip - 1) / kStrip * kStrip);
+    if constexpr (is_int4) {
+      for (; at < to - base; at += kStrip) score_int4<Isa>(a, queries, all, strip(at), at);
+    } else {
+      for (; !turned && at < to - base; at += kStrip)
+        score_rows<Isa, E>(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
+      if constexpr (Isa::kTurnFrom > 0)
+        if (turned) score_all_turned(a, queries, all, at, (to - base + kStrip - 1) / kStrip * kStrip);
+    }
   }
 
  private:
+  float* strip(int64_t key) const { return turned + key / kStrip * int4_strip_floats(keys.dim); }
+
   // Of keys [at, end) of the chunk, whole strips. `kScoreQueries` queries share a read of `kScoreRegisters` registers.
   void score_all_turned(const Attention& a, const Query* queries, int all, int64_t at, int64_t end) const {
     constexpr int R = Isa::kScoreRegisters, kOfStrip = R < Isa::kParts ? R : Isa::kParts, kKeys = R * Isa::kLanes;

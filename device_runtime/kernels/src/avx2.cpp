@@ -59,6 +59,14 @@ struct Isa : Vector<Pairs> {
       }
     }
   }
+  // Sums of 8 times two products, of at most 15 * 127 each, fit 16 bits.
+  static EDGELLM_INLINE Ints sum_nibbles(const Bytes (&codes)[8], const int8_t* x) {
+    __m256i words = _mm256_maddubs_epi16(__m256i(codes[0]), four_of(x));
+#pragma GCC unroll 8
+    for (int i = 1; i < 8; i++)
+      words = _mm256_add_epi16(words, _mm256_maddubs_epi16(__m256i(codes[i]), four_of(x + 4 * i)));
+    return Ints(_mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+  }
   static EDGELLM_INLINE void store_words(void* p, I x) {
     const __m256i words = _mm256_packs_epi32(__m256i(x.part[0]), __m256i(x.part[1]));
     _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute4x64_epi64(words, 0xd8));

@@ -11,7 +11,7 @@ namespace {
 struct Avx512 : Registers<64> {
   static constexpr int kMiddle8 = 128;
   static constexpr int kRows = 6, kStrips = 2, kAtOnce = 2, kScoreQueries = 6, kScoreRegisters = 2, kTurnFrom = 6;
-  static constexpr int kValueQueries = 6, kValueTile = 24;
+  static constexpr int kValueQueries = 6, kValueTile = 24, kSumRegisters = 24;
 
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   static Floats from_half(Halves h) { return _mm512_cvtph_ps(__m256i(h)); }

@@ -68,7 +68,7 @@ EDGELLM_EXPORT const char* edgellm_channel(const void* packed, uint64_t bytes, i
 EDGELLM_EXPORT const char* edgellm_attention(const char* instruction_set, Attention* a, int is_split) {
   const Kernels* set = find_kernels(instruction_set);
   if (!set) return "this processor lacks the instruction set";
-  std::vector<float> queries(a->shape.rows * a->shape.heads * a->padded_dim()), partials,
+  std::vector<float> queries(a->shape.rows * a->shape.heads * a->query_floats()), partials,
       work(a->work_floats(is_split ? 0 : a->shape.rows));
   std::vector<int32_t> seen(kSeen * a->shape.rows), slots(a->shape.rows * a->shape.mask_columns);
   a->scratch.queries = queries.data();

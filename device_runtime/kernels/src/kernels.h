@@ -175,7 +175,14 @@ struct LowRank {
   const float* b;  // [rank, outputs], times the adapter's scale
 };
 
-enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8 };
+// kInt4: see `int4_rows.h`. Rows are rotated by a Walsh-Hadamard transform and also kept in float16, in pages of their
+// own. Row p attends to the keys p - kRecent + 1 to p in float16 and to earlier ones in 4 bits.
+enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8, kInt4 };
+
+constexpr int64_t kInt4Block = 32;  // numbers with one scale
+constexpr int64_t kRecent = 128;
+constexpr int64_t kMostDim = 512;  // head_dim
+constexpr int64_t int4_row_bytes(int64_t dim) { return dim / 2 + 2 * (dim / kInt4Block); }  // of whole blocks
 
 constexpr int kSeen = 3;  // numbers of a row in `Attention::Scratch::seen`
 
@@ -209,18 +216,28 @@ struct Attention {
     float k_scale, v_scale;
     int64_t page_rows;
     const int64_t* pages;  // as many as the slots up to the last new row take
-    void *keys, *values;  // [pages, kv_heads, page_rows, head_dim]
+    void *keys, *values;  // [pages, kv_heads, page_rows, row_elements]
+    const int64_t* recent_pages;  // of kInt4
+    uint16_t *recent_keys, *recent_values;  // [pages, kv_heads, page_rows, padded_dim]
   } cache;
   float* y;  // [rows, heads * head_dim]
   struct Scratch {
-    float* queries;  // [rows, heads, padded_dim]
+    float* queries;  // [rows, heads, query_floats]
     float* partials;  // [chunks, rows, heads, padded_dim + 16]; nullptr if not split
     int32_t* slots;  // [rows, mask_columns], the last slots that each row attends to
     // [rows, kSeen]: number of keys that a row attends to, of contiguous ones, and of those up to the row itself
     int32_t* seen;
   } scratch;
 
-  int64_t padded_dim() const { return (shape.head_dim + kStrip - 1) / kStrip * kStrip; }
+  // Of the cache's type, bytes of kInt4.
+  int64_t row_elements() const {
+    return cache.type == CacheType::kInt4 ? int4_row_bytes(padded_dim()) : shape.head_dim;
+  }
+  int64_t padded_dim() const {
+    const int64_t step = cache.type == CacheType::kInt4 ? kInt4Block : kStrip;
+    return (shape.head_dim + step - 1) / step * step;
+  }
+  int64_t query_floats() const { return padded_dim() * (cache.type == CacheType::kInt4 ? 2 : 1); }
   int64_t partial_floats() const { return padded_dim() + kStrip; }
   // Size of `work` for some rows: keys, values and transposed keys of a chunk, and sums.
   int64_t work_floats(int64_t for_rows) const {
@@ -231,8 +248,14 @@ struct Attention {
   int64_t chunks() const { return (end_slot() + kChunk - 1) / kChunk - first_chunk(); }
   // The index of a slot's first number in `keys` and `values`.
   int64_t place(int64_t kv_head, int64_t slot) const {
-    const int64_t page = cache.pages[slot / cache.page_rows];
-    return ((page * shape.kv_heads + kv_head) * cache.page_rows + slot % cache.page_rows) * shape.head_dim;
+    return row_at(cache.pages, kv_head, slot) * row_elements();
+  }
+  int64_t recent_place(int64_t kv_head, int64_t slot) const {
+    return row_at(cache.recent_pages, kv_head, slot) * padded_dim();
+  }
+  int64_t row_at(const int64_t* pages, int64_t kv_head, int64_t slot) const {
+    const int64_t page = pages[slot / cache.page_rows];
+    return (page * shape.kv_heads + kv_head) * cache.page_rows + slot % cache.page_rows;
   }
   // The first slot in the window of both sides of a row, and the slot after the last.
   int64_t first_around(int64_t row) const {
@@ -244,10 +267,11 @@ struct Attention {
     return rules.window && end < end_slot() ? end : end_slot();
   }
   // The first slot to which a row can attend.
-  int64_t first_slot() const {
-    if (rules.is_bidirectional) return first_around(0);
+  int64_t first_slot() const { return rules.is_bidirectional ? first_around(0) : first_in(rules.window); }
+  // The same of the last `window` keys, 0: all, up to each row.
+  int64_t first_in(int64_t window) const {
     const int64_t least_end = inputs.mask ? end_slot() - shape.mask_columns : shape.write_index + 1;
-    return rules.window && least_end > rules.window ? least_end - rules.window : 0;
+    return window && least_end > window ? least_end - window : 0;
   }
 };
 

@@ -1,6 +1,7 @@
 // KV cache: new rows get norm and RoPE and are written; rows are read for attention.
 #pragma once
 
+#include "int4_rows.h"
 #include "kernels.h"
 #include "vector_math.h"
 
@@ -8,10 +9,8 @@ namespace edgellm {
 namespace {
 
 constexpr int kMostQueries = 32;  // query heads that share a read of the cache
-constexpr int kMostDim = 512;  // head_dim
 constexpr int kMostGroup = 16;  // query heads of a KV head in a tile
 constexpr float kNothing = -1e30f;
-constexpr float kMostHalf = 65504;  // as the first argument of `min` and `max`: NaN stays NaN
 
 // A pointer from which 16 values can be read: to the values, or if there are fewer to `copy`.
 template <class T>
@@ -64,6 +63,19 @@ void take_head(const Attention& a, int64_t row, const float* x, const float* gam
 }
 
 template <class Isa>
+void store_halves(uint16_t* out, F<Isa> x) {
+  Isa::store_half(out, Isa::max(Isa::set(-kMostHalf), Isa::min(Isa::set(kMostHalf), x)));
+}
+
+// Rotates `x` and writes it in 4 bits and in float16.
+template <class Isa>
+void store_rotated(const Attention& a, void* cache, int64_t at, uint16_t* recent, float* x) {
+  hadamard(a.shape.head_dim, x);
+  store_int4_row<Isa>(x, a.padded_dim(), static_cast<Int4*>(cache) + at);
+  for (int64_t d = 0; d < a.padded_dim(); d += kStrip) store_halves<Isa>(recent + d, Isa::load(x + d));
+}
+
+template <class Isa>
 void store_row(const Attention& a, void* cache, float scale, int64_t at, const float* x) {
   const int64_t dim = a.shape.head_dim;
   for (int64_t d = 0; d < dim; d += kStrip) {
@@ -75,14 +87,17 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
         store_up_to<Isa>(static_cast<float*>(cache) + at + d, Isa::load(x + d), count);
         break;
       case CacheType::kFloat16:
-        Isa::store_half(halves, Isa::max(Isa::set(-kMostHalf), Isa::min(Isa::set(kMostHalf), Isa::load(x + d))));
+        store_halves<Isa>(halves, Isa::load(x + d));
         __builtin_memcpy(static_cast<uint16_t*>(cache) + at + d, halves, count * 2);
         break;
       case CacheType::kInt8: {
         const F<Isa> steps = Isa::div(Isa::load(x + d), Isa::set(scale));
         Isa::store_codes(codes, Isa::to_int(Isa::max(Isa::min(steps, Isa::set(127)), Isa::set(-128))));
         __builtin_memcpy(static_cast<int8_t*>(cache) + at + d, codes, count);
+        break;
       }
+      case CacheType::kInt4:
+        break;  // see `store_rotated`
     }
   }
 }
@@ -115,16 +130,23 @@ void write_kv(const Attention& a, int64_t row) {
   float head[kMostDim];
   const float scale = a.cache.type == CacheType::kInt8 ? a.rules.scale * a.cache.k_scale : a.rules.scale;
   for (int64_t h = 0; h < a.shape.heads; h++) {
-    float* query = a.scratch.queries + (row * a.shape.heads + h) * a.padded_dim();
+    float* query = a.scratch.queries + (row * a.shape.heads + h) * a.query_floats();
     take_head<Isa>(a, row, a.inputs.q + row * a.inputs.q_stride + h * a.shape.head_dim, a.inputs.q_norm, true, query);
     for (int64_t d = 0; d < a.shape.head_dim; d++) query[d] *= scale;
+    if (a.cache.type != CacheType::kInt4) continue;
+    hadamard(a.shape.head_dim, query);
+    pack_int4_query<Isa>(a.padded_dim(), query);
   }
   for (int64_t h = 0; a.inputs.k && h < a.shape.kv_heads; h++) {
-    const int64_t at = a.place(h, a.shape.write_index + row);
+    const int64_t slot = a.shape.write_index + row, at = a.place(h, slot);
+    const bool is_int4 = a.cache.type == CacheType::kInt4;
+    const int64_t recent = is_int4 ? a.recent_place(h, slot) : 0;
     take_head<Isa>(a, row, a.inputs.k + row * a.inputs.k_stride + h * a.shape.head_dim, a.inputs.k_norm, true, head);
-    store_row<Isa>(a, a.cache.keys, a.cache.k_scale, at, head);
+    is_int4 ? store_rotated<Isa>(a, a.cache.keys, at, a.cache.recent_keys + recent, head)
+            : store_row<Isa>(a, a.cache.keys, a.cache.k_scale, at, head);
     take_head<Isa>(a, row, a.inputs.v + row * a.inputs.v_stride + h * a.shape.head_dim, nullptr, false, head);
-    store_row<Isa>(a, a.cache.values, a.cache.v_scale, at, head);
+    is_int4 ? store_rotated<Isa>(a, a.cache.values, at, a.cache.recent_values + recent, head)
+            : store_row<Isa>(a, a.cache.values, a.cache.v_scale, at, head);
   }
   list_seen(a, row);
 }
@@ -147,6 +169,9 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
         break;
       case CacheType::kInt8:
         x = Isa::load_codes(whole(static_cast<const int8_t*>(cache) + at + d, rest, codes));
+        break;
+      case CacheType::kInt4:
+        break;  // its rows are never floats
     }
     Isa::store(out + d, x);
   }
@@ -155,6 +180,7 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
 // Calls function(E{}) with the type in which slots are read: the cache's, or float if heads are padded.
 template <class Function>
 void with_elements(const Attention& a, Function function) {
+  if (a.cache.type == CacheType::kInt4) return function(Int4{});
   if (a.cache.type == CacheType::kFloat32 || a.padded_dim() != a.shape.head_dim) return function(float{});
   a.cache.type == CacheType::kFloat16 ? function(uint16_t{}) : function(int8_t{});
 }
@@ -162,12 +188,14 @@ void with_elements(const Attention& a, Function function) {
 // Slots of a chunk, [padded_dim] each: in the cache, or converted to floats in `memory`.
 template <class Isa, class E>
 struct Slots {
-  int64_t page_rows, dim;
+  int64_t page_rows, dim, stride;  // stride: from row to row
   const E* pages[kChunk / kStrip + 1] = {};  // and the next one; nullptr: it is not read
 
   // Those from `first` to `end` of the chunk that begins at slot `base`.
   Slots(const Attention& a, const void* cache, int64_t kv_head, int64_t base, int64_t first, int64_t end, float* memory)
-      : page_rows(a.cache.page_rows), dim(a.padded_dim()) {
+      : page_rows(a.cache.page_rows),
+        dim(a.padded_dim()),
+        stride(std::is_same_v<E, Int4> ? a.row_elements() : a.padded_dim()) {
     if constexpr (sizeof(E) == sizeof(float))
       if (a.cache.type != CacheType::kFloat32 || dim != a.shape.head_dim) {
         for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
@@ -183,20 +211,27 @@ struct Slots {
   // The slot's row; nullptr for some slots that are prefetched but never read.
   const E* row(int64_t slot) const {
     const E* page = pages[slot / page_rows];
-    return page ? page + slot % page_rows * dim : nullptr;
+    return page ? page + slot % page_rows * stride : nullptr;
   }
   // How many of [from, to) are contiguous.
   int64_t together(int64_t from, int64_t to) const { return least(to, (from / page_rows + 1) * page_rows) - from; }
 };
 
-// Up to 16 keys of one row that follow its contiguous ones, as floats in `memory`.
-template <class Isa>
-const float* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count,
-                       float* memory) {
-  const int64_t ruled = a.end_slot() - a.shape.mask_columns;
+// Up to 16 keys of one row that follow its contiguous ones, in `memory`: as floats, copies of rows of 4 bits, or halves
+// of the recent ones.
+template <class Isa, class E>
+const E* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count,
+                   E* memory) {
+  const int64_t ruled = a.end_slot() - a.shape.mask_columns, dim = a.padded_dim();
   for (int64_t i = 0; i < count; i++) {
     const int64_t slot = a.scratch.slots[row * a.shape.mask_columns + key + i - ruled];
-    read_row<Isa>(a, cache, a.place(kv_head, slot), memory + i * a.padded_dim());
+    const E* const rows = static_cast<const E*>(cache);
+    if constexpr (std::is_same_v<E, Int4>)
+      __builtin_memcpy(memory + i * a.row_elements(), rows + a.place(kv_head, slot), a.row_elements());
+    else if constexpr (std::is_same_v<E, uint16_t>)
+      __builtin_memcpy(memory + i * dim, rows + a.recent_place(kv_head, slot), 2 * dim);
+    else
+      read_row<Isa>(a, cache, a.place(kv_head, slot), memory + i * dim);
   }
   return memory;
 }

@@ -11,7 +11,7 @@ namespace {
 struct Neon : Registers<16> {
   static constexpr int kMiddle8 = 0;  // int8 codes are made signed by one exclusive or
   static constexpr int kRows = 4, kStrips = 1, kAtOnce = 8, kTurnFrom = 0;
-  static constexpr int kValueQueries = 6, kValueTile = 4;
+  static constexpr int kValueQueries = 6, kValueTile = 4, kSumRegisters = 24;
 
   static Floats fma(Floats a, Floats b, Floats c) {
     return Floats(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));

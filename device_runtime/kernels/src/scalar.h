@@ -33,7 +33,7 @@ inline uint16_t half_bits(float x) {  // to nearest, ties to even
 struct Scalar : Registers<16> {
   static constexpr int kMiddle8 = 0;
   static constexpr int kRows = 2, kStrips = 2, kAtOnce = 1, kTurnFrom = 0;
-  static constexpr int kValueQueries = 1, kValueTile = 1;
+  static constexpr int kValueQueries = 1, kValueTile = 1, kSumRegisters = 24;
 
   template <class Out, class Function>
   static Out lanes(Function function) {

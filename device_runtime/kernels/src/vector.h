@@ -233,6 +233,13 @@ struct Vector : Native {
     Native::load_codes(p, x);
     return each([&](int i) { return __builtin_convertvector(x[i] >> (kHigh ? 4 : 0) & 15, Floats); });
   }
+  // The same as numbers from -8 to 7.
+  template <bool kHigh>
+  static EDGELLM_INLINE F load_signed_nibbles(const void* p) {
+    Ints x[kParts];
+    Native::load_codes(p, x);
+    return each([&](int i) { return __builtin_convertvector(kHigh ? x[i] >> 4 : x[i] << 28 >> 28, Floats); });
+  }
   static EDGELLM_INLINE void store_half(void* p, F x) {
     for_each([&](int i) { Native::write(static_cast<uint16_t*>(p) + i * kLanes, Native::to_half(part(x, i))); });
   }
@@ -311,6 +318,13 @@ struct Vector : Native {
     int32_t four;
     std::memcpy(&four, p, 4);
     return Bytes(four + Ints{});
+  }
+  // Of each lane's 32 codes below 16, four in each register, times those of a row.
+  static EDGELLM_INLINE Ints sum_nibbles(const Bytes (&codes)[8], const int8_t* x) {
+    Ints sum{};
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) sum = Native::add4(sum, codes[i], broadcast(x + 4 * i));
+    return sum;
   }
   template <Form kForm, int R, int S>
   static EDGELLM_INLINE void dot(I (&acc)[R][S], const uint8_t* w, const int8_t* x, int64_t stride, int64_t block) {

@@ -17,6 +17,8 @@ using I = typename Isa::I;  // sixteen integers
 constexpr int64_t least(int64_t x, int64_t y) { return x < y ? x : y; }
 constexpr int64_t most(int64_t x, int64_t y) { return x > y ? x : y; }
 
+constexpr float kMostHalf = 65504;  // as the first argument of `min` and `max`: NaN stays NaN
+
 // The part of the next data that one of several loops prefetches while it computes.
 struct PrefetchRange {
   int64_t first, last;

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from edgellm.core import graph_io
 from edgellm.core.errors import LimitError
 from edgellm.core.model_spec import (
+    INT4,
     SPARE_ROWS,
     KVCacheSpec,
     cache_bytes,
@@ -132,11 +133,11 @@ class _Pool:
         self.is_bounded = table_pages(kv.pages, window, capacity) < self.table_blocks
         count = pool_pages(kv.pages, window, capacity, tables)
         self.parts = [(layer, part) for layer in layers for part in ("key", "value")]
-        self.heads = kv.heads_of(layers[0])
-        assert {*map(kv.heads_of, layers)} == {self.heads}  # of a window's layers
+        self.heads = kv.array_heads(layers[0])
+        assert {*map(kv.array_heads, layers)} == {self.heads}  # of a window's layers
         shape = (len(self.parts), count, self.heads[0], self.block_size, self.heads[1])
         # ONNX Runtime does not keep the array alive.
-        self.blocks = _untouched(shape, np.dtype(kv.dtype), is_shared=tables > 1)
+        self.blocks = _untouched(shape, np.dtype(kv.array_dtype), is_shared=tables > 1)
         self._values = [ort.OrtValue.ortvalue_from_numpy(blocks) for blocks in self.blocks]
         self._uses = [0] * count
         self._free = list(range(count - 1, -1, -1))  # LIFO: recently freed blocks first
@@ -324,7 +325,7 @@ class BlockKVCache:
 
     def read(self, length: int) -> NDArray[Any]:
         """See `KVCache`; zeros for positions that were freed."""
-        if self._kv.heads:
+        if self._is_joined:
             return joined_rows([rows for table in self._tables for rows in table.padded(length)])
         shape = (2 * self._kv.num_layers, 1, self._kv.num_kv_heads, length, self._kv.head_dim)
         found = np.zeros(shape, self._kv.dtype)  # unwritten zeros take no memory
@@ -341,9 +342,14 @@ class BlockKVCache:
             there = np.arange(table.first_position, count)
             table.write(there, own[:, :, table.first_position :])
 
+    @property
+    def _is_joined(self) -> bool:
+        """Whether positions have other sizes in some layers."""
+        return bool(self._kv.heads) or self._kv.dtype == INT4
+
     def _parts(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """Of each table [2 * layers, num_kv_heads, length, head_dim]."""
-        if not self._kv.heads:
+        if not self._is_joined:
             return [values[_places(table), 0] for table in self._tables]
         pools = [table.pool for table in self._tables]
         found = split_rows(values, [pool.heads for pool in pools for _ in pool.parts])

@@ -77,6 +77,7 @@ def test_dry_run_predicts_the_engine(command_here, tiny_bundle, tmp_path):
             "--kvCache int8 is not for ONNX Runtime on CUDA",
             "leave out --kvCache",
         ),
+        ((*CUDA, "--kvCache", "int4"), "--kvCache int4 is not for ONNX", "leave out --kvCache"),
         ((*CUDA, "--prefill", "int8"), "--prefill int8 is for the CPU", "leave out --prefill"),
         ((*CUDA, "--gpu", "8.9"), "--gpu is not for ONNX Runtime", "--backend tensorrt"),
         (("--attention", "plain"), "--attention is not for cpu", "--device cuda"),

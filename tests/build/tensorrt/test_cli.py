@@ -148,6 +148,7 @@ def test_engines_of_another_machine_are_rejected_before_loading(command, half_bu
         ((*ADA[-2:], "--timingCache", "cache"), "has no timing cache"),
         ((*ADA[-2:], "--quantize", "int8"), "--quantize int8 rounds for the CPU"),
         ((*ADA[-2:], "--prefill", "int8"), "--prefill int8 is for the CPU"),
+        ((*ADA[-2:], "--kvCache", "int4"), "--kvCache int4 is for the CPU"),
         ((*ADA[-2:], "--kvCache", "int8"), "int8 needs edgellm's kernels: TensorRT-RTX"),
         (
             ("--gpu", "8.6", "--kvCache", "fp8"),

@@ -124,7 +124,7 @@ void test_products(const Sets& sets, Faults& faults) {
 std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> keys, std::vector<uint8_t> values,
                           bool is_split) {
   std::vector<float> y(a.shape.rows * a.shape.heads * a.shape.head_dim),
-      queries(a.shape.rows * a.shape.heads * a.padded_dim());
+      queries(a.shape.rows * a.shape.heads * a.query_floats());
   std::vector<float> partials(a.chunks() * a.shape.rows * a.shape.heads * a.partial_floats());
   std::vector<int32_t> seen(kSeen * a.shape.rows), slots(a.shape.rows * a.shape.mask_columns);
   std::vector<float> work(a.work_floats(a.shape.rows));
@@ -135,6 +135,11 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
   a.scratch.slots = slots.data();
   a.cache.keys = keys.data();
   a.cache.values = values.data();
+  std::vector<uint16_t> recent(2 * keys.size() / a.row_elements() * a.padded_dim() * (a.cache.type == CacheType::kInt4));
+  for (size_t i = 0; i < recent.size(); i++) recent[i] = uint16_t(0x3800 + i * 37 % 1024);
+  a.cache.recent_pages = a.cache.pages;
+  a.cache.recent_keys = recent.data();
+  a.cache.recent_values = recent.data() + recent.size() / 2;
   for (int64_t row = 0; row < a.shape.rows; row++) set.write_kv(a, row);
   for (int64_t head = 0; head < a.shape.kv_heads; head++) {
     for (int64_t chunk = 0; is_split && chunk < a.chunks(); chunk++) set.attend_chunk(a, head, chunk, work.data());
@@ -165,7 +170,7 @@ void test_attention(const Sets& sets, Faults& faults) {
     a.rules.epsilon = 1e-6f;
     a.cache.k_scale = 0.02f;
     a.cache.v_scale = 0.03f;
-    a.cache.type = CacheType(below(3));
+    a.cache.type = CacheType(below(4));
     const std::vector<float> q = floats(a.shape.rows * a.shape.heads * a.shape.head_dim),
                              k = floats(a.shape.rows * a.shape.kv_heads * a.shape.head_dim), v = floats(k.size()),
                              tables = floats(a.shape.rows * a.inputs.rotary_dim), norm = floats(a.shape.head_dim),
@@ -189,9 +194,10 @@ void test_attention(const Sets& sets, Faults& faults) {
     for (size_t i = 0; i < pages.size(); i++) pages[i] = i;
     std::shuffle(pages.begin(), pages.end(), generator);
     a.cache.pages = pages.data();
-    std::vector<uint8_t> cache(pages.size() * a.cache.page_rows * a.shape.kv_heads * a.shape.head_dim * size);
+    std::vector<uint8_t> cache(pages.size() * a.cache.page_rows * a.shape.kv_heads * a.row_elements() * size);
     for (size_t i = 0; i < cache.size(); i++)
-      cache[i] = size == 1 || i % size < size_t(size - 1) ? uint8_t(generator()) : uint8_t(0x38 + below(8));
+      cache[i] = a.cache.type == CacheType::kInt4 ? uint8_t(below(0x38))  // scales below 1/2
+                 : size == 1 || i % size < size_t(size - 1) ? uint8_t(generator()) : uint8_t(0x38 + below(8));
     const std::vector<float> expected = attend(*sets.back(), a, cache, cache, true);
     for (size_t i = 0; i < sets.size(); i++)
       for (const bool is_split : {true, false}) {

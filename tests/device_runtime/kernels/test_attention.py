@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import Rows, attention, max_and_logsumexp
+from kernel_calls import RECENT, Rows, attention, max_and_logsumexp
 
 from edgellm.device_runtime.kernels.library import instruction_sets
 
@@ -29,6 +29,56 @@ def new_rows(rng, count, heads, kv_heads, dim, write_index, dtype=np.float32, sp
     return Rows(q, k, v, keys.astype(dtype), values.astype(dtype), write_index)
 
 
+def hadamard(x):
+    """The Walsh-Hadamard transform of the last axis, in blocks of a power of two."""
+    size = x.shape[-1]
+    block = max(2**i for i in range(10) if size % 2**i == 0)
+    place = np.arange(block)
+    bits = [[bin(i & j).count("1") for j in place] for i in place]
+    matrix = (-1.0) ** np.array(bits) / np.sqrt(block)
+    return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)
+
+
+def decoded(cache, dim):
+    """Numbers [..., D] of rows with 4 bits, still rotated, and their scales."""
+    blocks = cache.shape[-1] // 18
+    codes = cache[..., : 16 * blocks].reshape(*cache.shape[:-1], blocks, 1, 16)
+    codes = np.concatenate([codes & 15, codes >> 4], -2).reshape(*cache.shape[:-1], 32 * blocks)
+    scales = np.ascontiguousarray(cache[..., 16 * blocks :]).view(np.float16).astype(np.float64)
+    scales = np.repeat(scales, 32, -1)[..., :dim]
+    return ((codes[..., :dim] ^ 8) - 8.0) * scales, scales
+
+
+def query_of_8_bits(rows):
+    """Queries whose rotated blocks of 32 numbers have codes up to 127."""
+    rotated = hadamard(rows.q.reshape(-1, rows.head_dim).astype(np.float64))
+    found = []
+    for block in np.split(rotated, np.arange(32, rows.head_dim, 32), -1):
+        scale = np.abs(block).max(-1, keepdims=True) / 127
+        found.append(np.round(block / scale) * scale)
+    return hadamard(np.concatenate(found, -1)).reshape(rows.q.shape)
+
+
+def int4_rows(rng, count, heads, kv_heads, dim, write_index):
+    """A cache of random codes, whose scales are those of numbers around 1."""
+    rows = new_rows(rng, count, heads, kv_heads, dim, write_index)
+    shape, blocks = rows.keys.shape[:2], -(-dim // 32)
+    for name in ("keys", "values"):
+        codes = rng.integers(0, 256, (*shape, 16 * blocks), np.uint8)
+        scales = (0.2 + 0.2 * rng.random((*shape, blocks))).astype(np.float16)
+        setattr(rows, name, np.concatenate([codes, scales.view(np.uint8)], -1))
+    rows.recent = tuple(
+        rng.standard_normal((*shape, 32 * blocks), np.float32).astype(np.float16) for _ in range(2)
+    )
+    return rows
+
+
+def recent_of(rows):
+    """`Rows` with the recent keys and values as floats."""
+    keys, values = (hadamard(each[..., : rows.head_dim].astype(np.float64)) for each in rows.recent)
+    return Rows(rows.q, rows.k, rows.v, keys, values, rows.write_index)
+
+
 def random_tree(rng, count, columns):
     """Mask of rows that attend to themselves and to some rows before."""
     mask = np.tri(count, columns, columns - count, dtype=np.bool_)
@@ -37,13 +87,26 @@ def random_tree(rng, count, columns):
     return mask
 
 
-def exact(rows, mask=None, window=0, softcap=0.0, sinks=None, scales=(1.0, 1.0), q=None):
-    """float64, from a cache that already holds the new rows."""
+def exact(
+    rows,
+    mask=None,
+    window=0,
+    softcap=0.0,
+    sinks=None,
+    scales=(1.0, 1.0),
+    q=None,
+    recent=None,
+):
+    """float64, from a cache that already holds the new rows.
+
+    `recent`: `Rows` of the last keys that a row attends to, with the rows' own queries.
+    """
     kv_heads, _, dim = rows.keys.shape
     count, heads = len(rows.q), rows.heads
     mask = np.tri(count, dtype=np.bool_) if mask is None else mask
     first = rows.write_index + count - mask.shape[1]
-    q = (rows.q if q is None else q).reshape(count, heads, dim).astype(np.float64)
+    own_q = rows.q.reshape(count, heads, dim).astype(np.float64)
+    q = own_q if q is None else q.reshape(count, heads, dim)
     y = np.zeros((count, heads, dim))
     for row in range(count):
         seen = np.r_[np.arange(first), first + np.flatnonzero(mask[row])]
@@ -56,6 +119,11 @@ def exact(rows, mask=None, window=0, softcap=0.0, sinks=None, scales=(1.0, 1.0),
                 for cache, scale in zip((rows.keys, rows.values), scales, strict=True)
             )
             scores = keys @ q[row, head] * dim**-0.5
+            if recent is not None:
+                last = seen > (before[-RECENT - 1] if len(before) > RECENT else -1)
+                kv_head = head // (heads // kv_heads)
+                keys, values[last] = recent.keys[kv_head, seen], recent.values[kv_head, seen[last]]
+                scores[last] = (keys @ own_q[row, head] * dim**-0.5)[last]
             scores = softcap * np.tanh(scores / softcap) if softcap else scores
             top = scores.max()
             weights = np.exp(scores - top)
@@ -143,6 +211,50 @@ def test_narrow_caches(name, dtype, dim, rng):
     assert same_bits(y, attention("scalar", reference_rows, scales=scales))
 
 
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 128])
+def test_rotated_cache_of_4_bits(dim, rng):
+    """Rows are close to what was written; outputs are those of the rows in float64."""
+    for write_index, count in ((300, 3), (0, 20), (240, 90)):
+        sinks = rng.standard_normal(4, np.float32)
+        mask = random_tree(rng, count, count)
+        for options in ({"mask": mask}, {"window": 50, "softcap": 5.0, "sinks": sinks}):
+            given = int4_rows(rng, count, 4, 2, dim, write_index)
+            rows = given.copy()
+            y = attention("scalar", rows, **options)
+            own = np.s_[:, write_index : write_index + count]
+            plain = rows.copy()
+            for name, new in (("keys", rows.k), ("values", rows.v)):
+                cache, before = getattr(rows, name), getattr(given, name)
+                numbers, scales = decoded(cache, dim)
+                rotated = hadamard(new.reshape(count, 2, dim).transpose(1, 0, 2).astype(np.float64))
+                steps = (rotated - numbers[own]) / np.abs(scales[own])
+                assert np.abs(steps).max() < 2.6  # the largest may be clipped
+                assert np.sqrt((steps**2).mean()) < 0.36  # uniform errors: 0.29
+                before[own] = cache[own]
+                assert same_bits(cache, before)
+                setattr(plain, name, hadamard(numbers))
+                written = rows.recent[name == "values"][own][..., :dim]
+                assert close(written, rotated, 1e-3)
+            expected = exact(plain, q=query_of_8_bits(rows), recent=recent_of(rows), **options)
+            assert close(y, expected, 1e-2)  # a code of a query may fall the other way
+            assert np.median(np.abs(y - expected)) < 1e-6
+            for name in FAST:
+                for is_split in (True, False):
+                    again = attention(name, given.copy(), is_split=is_split, **options)
+                    assert same_bits(again, y), (name, is_split)
+
+
+def test_4_bits_of_zeros_and_of_large_numbers(rng):
+    """Scales neither overflow nor divide by zero."""
+    for name in SETS:
+        given = int4_rows(rng, 70, 2, 1, 64, 0)
+        given.k[:5] = given.v[:5] = 0
+        given.k[6] = 1e30
+        y = attention(name, given)
+        assert not y[:5].any()
+        assert np.isfinite(y).all()
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary", [16, 10])
 def test_rope_and_norms_of_heads(interleaved, rotary, rng):
@@ -184,17 +296,17 @@ def prefill_in_chunks(name, given, sizes, **options):
     for size in sizes:
         part = np.s_[first : first + size]
         new = (x[part] for x in (rows.q, rows.k, rows.v))
-        piece = Rows(*new, rows.keys, rows.values, given.write_index + first)
+        piece = Rows(*new, rows.keys, rows.values, given.write_index + first, rows.recent)
         out.append(attention(name, piece, is_split=size < 16, **options))
         first += size
     return np.concatenate(out)
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("window", [0, 150])
-def test_results_do_not_depend_on_the_prefill_chunk(name, window, rng):
+@pytest.mark.parametrize(("window", "make"), [(0, new_rows), (150, new_rows), (150, int4_rows)])
+def test_results_do_not_depend_on_the_prefill_chunk(name, window, make, rng):
     count = 600 if name != "scalar" else 300
-    given = new_rows(rng, count, 3, 1, 32, 0)
+    given = make(rng, count, 3, 1, 32, 0)
     one_by_one = prefill_in_chunks(name, given, [1] * count, window=window)
     for _ in range(6):
         sizes: list[int] = []
@@ -204,12 +316,13 @@ def test_results_do_not_depend_on_the_prefill_chunk(name, window, rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_tree_node_has_the_bits_of_its_path_alone(name, rng):
+@pytest.mark.parametrize("make", [new_rows, int4_rows])
+def test_tree_node_has_the_bits_of_its_path_alone(name, make, rng):
     """Also across the border of two chunks, where siblings move a row's slot beyond it."""
     for trial in range(60):
         write_index = int(rng.integers(235, 262))
         count = int(rng.integers(2, 40))
-        given = new_rows(rng, count, 4, 2, 16, write_index)
+        given = make(rng, count, 4, 2, 16, write_index)
         parents = [int(rng.integers(-1, i)) if i else -1 for i in range(count)]
         mask = np.zeros((count, count), np.bool_)
         for row, parent in enumerate(parents):
@@ -219,11 +332,10 @@ def test_tree_node_has_the_bits_of_its_path_alone(name, rng):
         tree = attention(name, given.copy(), mask=mask, is_split=bool(trial % 2), window=window)
         row = int(rng.integers(count))
         path = np.flatnonzero(mask[row])
-        keys, values = given.keys.copy(), given.values.copy()
+        cache = given.copy()
         for place, node in enumerate(path):
-            alone = Rows(
-                given.q[[node]], given.k[[node]], given.v[[node]], keys, values, write_index + place
-            )
+            new = (each[[node]] for each in (given.q, given.k, given.v))
+            alone = Rows(*new, cache.keys, cache.values, write_index + place, cache.recent)
             y = attention(name, alone, window=window)
         assert same_bits(y[0], tree[row])
 

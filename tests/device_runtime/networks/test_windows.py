@@ -1,4 +1,7 @@
-"""Window layers cache only their window: outputs equal those of a full cache."""
+"""Window layers cache only their window: outputs equal those of a full cache.
+
+So do the recent positions of an int4 cache.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from edgellm.build.onnxruntime_cpu.options import CpuOptions
 from edgellm.build.plan import Plan
 from edgellm.core.errors import LimitError
 from edgellm.core.manifest import LLM_ENGINE, load_engine
-from edgellm.core.model_spec import cache_bytes
+from edgellm.core.model_spec import INT4, INT4_RECENT, cache_bytes
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.api.generation_request import GenerationRequest
 from edgellm.device_runtime.networks.decoder import SequencePart, open_decoder
@@ -50,25 +53,38 @@ DRAFTED = SpecOptions(tree="fixed", steps=3, top_k=2, verify_size=8)
 LAYERS = {"gemma3_text": (4, 3, 1), "gemma4_text": (6, 3, 1)}
 
 
-@pytest.fixture(scope="module", params=LAYERS)
-def pair(request, tmp_path_factory):
-    sizes = {"max_position_embeddings": CAPACITY, "sliding_window": WINDOW}
-    sizes["num_hidden_layers"] = LAYERS[request.param][0]
-    return export_pair(tmp_path_factory.mktemp("windows"), DRAFT, request.param, **sizes)
+@pytest.fixture(scope="module", params=[*LAYERS, INT4])
+def model(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def engine(pair):
-    build_engine("llm", pair.bundle, pair.engine, PLAN, "onnxruntime", lambda _: None)
-    plan = dataclasses.replace(PLAN, max_draft_tree_size=12)
+def pair(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("windows")
+    if model == INT4:
+        sizes = {"max_position_embeddings": CAPACITY, "num_hidden_layers": 4}
+        return export_pair(folder, DRAFT, "llama", **sizes)
+    sizes = {"max_position_embeddings": CAPACITY, "sliding_window": WINDOW}
+    return export_pair(folder, DRAFT, model, num_hidden_layers=LAYERS[model][0], **sizes)
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    return dataclasses.replace(PLAN, kv_cache="int4") if model == INT4 else PLAN
+
+
+@pytest.fixture(scope="module")
+def engine(pair, plan):
+    build_engine("llm", pair.bundle, pair.engine, plan, "onnxruntime", lambda _: None)
+    plan = dataclasses.replace(plan, max_draft_tree_size=12)
     build_engine("draft", pair.draft_bundle, pair.engine, plan, "onnxruntime", lambda _: None)
     return pair.engine
 
 
 @pytest.fixture(scope="module")
-def single(pair):
+def single(pair, plan):
     """With batch size 1."""
-    folder, plan = pair.engine.with_name("single"), dataclasses.replace(PLAN, max_batch_size=1)
+    folder, plan = pair.engine.with_name("single"), dataclasses.replace(plan, max_batch_size=1)
     build_engine("llm", pair.bundle, folder, plan, "onnxruntime", lambda _: None)
     return folder
 
@@ -145,18 +161,24 @@ def test_logits_equal_those_of_a_full_cache(engine, whole):
     assert bounded_pool(session).num_free == free
 
 
-def test_window_blocks_are_bounded(engine):
+def test_window_blocks_are_bounded(engine, model):
     session = open_session(engine)
-    pool, held = bounded_pool(session), -(-(WINDOW + 64 + PASS) // PAGE) + 1
+    window = INT4_RECENT if model == INT4 else WINDOW
+    pool, held = bounded_pool(session), -(-(window + 64 + PASS) // PAGE) + 1
     assert len(pool._uses) == TOGETHER * min(2 * held, CAPACITY // PAGE)
     for begin in range(0, CAPACITY, PASS):
         session.run(IDS[begin : begin + PASS], begin, np.array([0]))
         assert len(pool._uses) - len(pool._free) <= held
     spec = load_engine(engine, LLM_ENGINE).decoder
-    kv, (_, windowed, whole) = spec.kv, LAYERS[spec.model_type]
-    size = 8 * kv.num_kv_heads  # keys and values of all heads in float32
-    in_window = windowed * size * kv.head_dim
-    in_all = whole * size * (48 if spec.model_type == "gemma4_text" else kv.head_dim)
+    kv = spec.kv
+    if model == INT4:  # blocks of 32 numbers have 18 bytes, and 64 in float16
+        blocks = 2 * kv.num_layers * kv.num_kv_heads * -(-kv.head_dim // 32)
+        in_all, in_window = 18 * blocks, 64 * blocks
+    else:
+        _, windowed, whole = LAYERS[model]
+        size = 8 * kv.num_kv_heads  # keys and values of all heads in float32
+        in_window = windowed * size * kv.head_dim
+        in_all = whole * size * (48 if model == "gemma4_text" else kv.head_dim)
     pages = min(2 * held, CAPACITY // PAGE), CAPACITY // PAGE
     expected = TOGETHER * PAGE * (in_window * pages[0] + in_all * pages[1])
     assert cache_bytes(kv, CAPACITY, TOGETHER) == expected
@@ -293,5 +315,6 @@ def test_the_bytes_of_a_single_sequence(engine):
     """The window and one chunk are cached, whatever the capacity."""
     kv = load_engine(engine, LLM_ENGINE).decoder.kv
     assert kv.pages is not None
-    windows = dataclasses.replace(kv, pages=dataclasses.replace(kv.pages, windows=(WINDOW,) * 4))
+    in_windows = (WINDOW,) * len(kv.pages.windows)
+    windows = dataclasses.replace(kv, pages=dataclasses.replace(kv.pages, windows=in_windows))
     assert cache_bytes(windows, 1 << 15) == cache_bytes(windows, 1 << 12)
