@@ -78,7 +78,9 @@ def import_bindings() -> tuple[Any, Any]:
     graphs = _import_cuda_python()
     try:
         return importlib.import_module("pycuda.driver"), graphs
-    except ImportError:
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError):
+            _log.warning("pycuda does not load (%s): cuda-python takes its place", error)
         return PythonBindings(graphs), graphs
 
 

@@ -226,6 +226,29 @@ def test_memory_of_a_gpu_that_stopped_stays_allocated(open_gpu, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ModuleNotFoundError("No module named 'pycuda'"), ""),
+        (ImportError("libcurand.so.10: no such file"), "pycuda does not load (libcurand.so.10"),
+    ],
+)
+def test_a_pycuda_that_does_not_load_is_replaced(monkeypatch, caplog, error, shown):
+    """One that is not installed is no news."""
+    bindings = fake_bindings(FakeDriver())
+
+    def load(name: str) -> object:
+        if name == "pycuda.driver":
+            raise error
+        return bindings
+
+    monkeypatch.setattr(cuda.importlib, "import_module", load)
+    driver, graphs = cuda.import_bindings()
+    assert isinstance(driver, PythonBindings)
+    assert graphs is bindings
+    assert (shown in caplog.text) if shown else not caplog.text
+
+
+@pytest.mark.parametrize(
     "fails_at",
     [
         "cuStreamBeginCapture",
