@@ -89,7 +89,7 @@ def with_cache_scales(folder: Path) -> Path:
                 scale = name.replace("k_proj.weight", f"{part}_proj.{part}_scale")
                 tensors[scale] = np.array(_CACHE_SCALE, np.float32)
         save_file(tensors, path, metadata={"format": "pt"})
-        contents = {"quantization": {"quant_algo": None}}
+        contents: dict[str, dict[str, object]] = {"quantization": {"quant_algo": None}}
         if described.exists():
             contents = json.loads(described.read_text())
         contents["quantization"]["kv_cache_quant_algo"] = "INT8"
