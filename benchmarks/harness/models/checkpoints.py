@@ -7,12 +7,13 @@ INT4 model for onnxruntime-genai. Round to nearest suffices, since these measure
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from edgellm.export.checkpoints.checkpoint import Checkpoint, read_whole
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -23,6 +24,7 @@ from harness.processes import llama_cpp_quantize
 _QUANTIZES = Path(llama_cpp_quantize.__file__)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FLOATS = {"fp32": "F32", "bf16": "BF16"}
+_CACHE_SCALE = 0.1
 _ROUTER = "mlp.gate.weight"  # of a mixture-of-experts model; stays float
 
 
@@ -72,6 +74,28 @@ def round_checkpoint(source: str, output: Path, block_size: int) -> None:
             tensors[name] = array
     quantization = {"quant_algo": "W4A16_AWQ", "group_size": block_size, "has_zero_point": False}
     _write(checkpoint, tensors, output, quantization)
+
+
+def with_cache_scales(folder: Path) -> Path:
+    """Return a copy of a checkpoint with scales of an int8 KV cache, which measure time only."""
+    copy = folder.with_name(f"{folder.name}-int8-cache")
+    if not copy.exists():
+        partial = copy.with_name(f"{copy.name}.partial")
+        shutil.copytree(folder, partial, dirs_exist_ok=True)
+        path, described = partial / "model.safetensors", partial / "hf_quant_config.json"
+        tensors = load_file(path)
+        for name in [name for name in tensors if name.endswith("self_attn.k_proj.weight")]:
+            for part in ("k", "v"):
+                scale = name.replace("k_proj.weight", f"{part}_proj.{part}_scale")
+                tensors[scale] = np.array(_CACHE_SCALE, np.float32)
+        save_file(tensors, path, metadata={"format": "pt"})
+        contents: dict[str, dict[str, object]] = {"quantization": {"quant_algo": None}}
+        if described.exists():
+            contents = json.loads(described.read_text())
+        contents["quantization"]["kv_cache_quant_algo"] = "INT8"
+        described.write_text(json.dumps(contents))
+        partial.rename(copy)
+    return copy
 
 
 def gguf(source: Path, work: Path, kind: str, python: str, *, mixed: bool = False) -> Path:
