@@ -17,7 +17,7 @@ from edgellm.device_runtime.runners.tensorrt.library.trt_import import FIRST_QUI
 PLUGINS = {
     "store_rows": ["HALF"],
     "attend": ["FLOAT", "FLOAT"],
-    "combine": ["HALF"],
+    "finish": ["HALF"],
     "convolve_rows": ["HALF"],
     "delta_rows": ["FLOAT"],
     "group_rows": ["INT32", "INT32"],
