@@ -6,6 +6,27 @@ import onnx_ir as ir
 
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NAMESPACE, PARTIAL_ROWS
 
+_FINISH = f"""\
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    finish <given, plugin_namespace, plugin_version, aot>
+    (q, tree, positions, write_index, table, parts, stats, sinks) => (y) {{
+        nodes = Cast<to = 10>(tree)
+        node = ReduceMax<keepdims = 0>(nodes)
+        places = Cast<to = 10>(positions)
+        place = ReduceMax<keepdims = 0>(places)
+        wide_index = Cast<to = 10>(write_index)
+        at = ReduceMax<keepdims = 0>(wide_index)
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        top_part = ReduceMax<keepdims = 0>(parts)
+        part = Cast<to = 10>(top_part)
+        top_stat = ReduceMax<keepdims = 0>(stats)
+        stat = Cast<to = 10>(top_stat)
+        top_sink = ReduceMax<keepdims = 0>(sinks)
+        sink = Cast<to = 10>(top_sink)
+        y = Sum(q, node, place, at, entry, part, stat, sink)
+    }}"""
+
 
 def stand_ins(heads: int, size: int) -> list[ir.Function]:
     """Functions with the shapes and types of attention's nodes."""
@@ -51,25 +72,7 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
         twice = Constant<value = int64[3] {{1, 1, 2}}>()
         stats = Tile(top, twice)
     }}
-    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
-    finish <given, plugin_namespace, plugin_version, aot>
-    (q, tree, positions, write_index, table, parts, stats, sinks) => (y) {{
-        nodes = Cast<to = 10>(tree)
-        node = ReduceMax<keepdims = 0>(nodes)
-        places = Cast<to = 10>(positions)
-        place = ReduceMax<keepdims = 0>(places)
-        wide_index = Cast<to = 10>(write_index)
-        at = ReduceMax<keepdims = 0>(wide_index)
-        entries = Cast<to = 10>(table)
-        entry = ReduceMax<keepdims = 0>(entries)
-        top_part = ReduceMax<keepdims = 0>(parts)
-        part = Cast<to = 10>(top_part)
-        top_stat = ReduceMax<keepdims = 0>(stats)
-        stat = Cast<to = 10>(top_stat)
-        top_sink = ReduceMax<keepdims = 0>(sinks)
-        sink = Cast<to = 10>(top_sink)
-        y = Sum(q, node, place, at, entry, part, stat, sink)
-    }}"""
+{_FINISH}"""
     return list(ir.from_onnx_text(text).functions.values())
 
 

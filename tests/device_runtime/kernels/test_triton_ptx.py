@@ -106,7 +106,7 @@ def test_a_driver_that_is_too_old():
 
 def test_a_kernel_that_was_not_compiled():
     of_fp8 = attend(64, "fp8")
-    with pytest.raises(EdgeLLMError, match=r"no kernel attend-.*-codesfp8-.* 8\.7") as caught:
+    with pytest.raises(EdgeLLMError, match=r"no kernel attend-.*-codesfp8 .* 8\.7") as caught:
         prebuilt.find(of_fp8, 87)
     assert "edgellm.scripts.ptx" in caught.value.hint
 
