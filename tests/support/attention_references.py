@@ -186,7 +186,7 @@ def _by_sequence(given, sizes, blocks, constants):
             yield own, *_attended(x[own], cache, kept, seen, cap_bits)
         else:
             shape = each.rows, kv_heads * group
-            yield own, np.zeros((*shape, size)), np.broadcast_to((_NOTHING, 0), (*shape, 2))
+            yield own, np.zeros((*shape, size)), np.tile(np.array([_NOTHING, 0]), (*shape, 1))
 
 
 def _attended(q, cache, kept, seen, cap_bits):
@@ -271,14 +271,10 @@ def finish(
 def _joined(sums, found, sinks):
     """Attention [S, heads, D] of sums [shares, S, heads, D], and [..., 2] of each."""
     top, total = found[..., 0], found[..., 1]
-    highest = top.max(0)
-    if sinks is not None:
-        sink = sinks * np.float32(np.log2(np.e))
-        highest = np.maximum(highest, sink)
+    sink = np.float32(-np.inf) if sinks is None else sinks * np.float32(np.log2(np.e))
+    highest = np.maximum(top.max(0), sink)
     weight = np.exp2(top - highest)
-    divisor = (total * weight).sum(0)
-    if sinks is not None:
-        divisor += np.exp2(sink - highest)
+    divisor = (total * weight).sum(0) + np.exp2(sink - highest)
     return (sums * weight[..., None]).sum(0) / np.maximum(divisor, np.float32(1e-30))[..., None]
 
 
