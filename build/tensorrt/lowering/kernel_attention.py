@@ -190,7 +190,9 @@ def _emit(
     )
     rules = {"window": _window(layer), "cap_bits": _bits(layer.softcap)}
     attended = [q, tree, places, *places_and_table]
-    partial = [(_F32, [PARTIAL_ROWS, heads, last]) for last in (size, 2)]
+    partial: list[tuple[ir.DataType, list[int | str | None]]] = [
+        (_F32, [PARTIAL_ROWS, heads, last]) for last in (size, 2)
+    ]
     parts, stats = emit_node(graph, ATTEND, attended, partial, **given, **rules)
     sinks = stats  # placeholder, not read
     if layer.sinks is not None:

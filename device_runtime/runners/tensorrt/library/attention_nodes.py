@@ -98,7 +98,7 @@ def _sizes(of: Shapes, given: Given) -> tuple[Size, ...]:
 
 def _finish(op: Any, of: Shapes, given: Given) -> Launch:
     variant = catalog.finish(given["head_dim"], given["codes"])
-    parts = variant.constants["D"] // variant.constants["OUT"]
+    parts = int(variant.constants["D"]) // int(variant.constants["OUT"])
     return Launch(
         variant,
         (given["kv_heads"], _tiles(catalog.finish_tiles, op, of, given), parts),
