@@ -176,7 +176,7 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
         counts = len(_WIDE_COPY.findall(ptx.text)), len(_PAIR_COPY.findall(ptx.text))
         if counts != (wanted := _expert_copies(variant)):
             found.append(f"a thread copies {counts} times 16 and 8 bytes, not {wanted} times")
-    if variant.kernel.name in ("attend", "attend_tiles"):
+    if variant.kernel.name in ("attend", "finish"):
         wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
         if wide < wanted:
             found.append(f"a thread copies {wide} bytes 16 at a time, not {wanted}")
@@ -217,15 +217,16 @@ def _expert_copies(variant: Variant) -> tuple[int, int]:
 
 
 def _wide_bytes(variant: Variant) -> int:
-    """Return the bytes of the KV cache that a thread of `attend` copies 16 at a time.
+    """Return the bytes of the KV cache that a thread of attention copies 16 at a time.
 
-    The code has a block of each kind of tiles twice, before the loop and in it. Triton 3.9 copies
-    values of 8-bit caches, which it converts, 8 bytes at a time.
+    The code has a block of slots twice, before the loop and in it. Triton 3.9 copies values of
+    8-bit caches, which it converts, 8 bytes at a time.
     """
     constants = variant.constants
-    parts_bytes = 4 if constants["CODES"] == "fp16" else 1
-    slots = int(constants["BLOCK"]) + int(constants.get("PROMPT_BLOCK", 0))
-    return 2 * slots * int(constants["D"]) * parts_bytes // (32 * variant.warps)
+    slot_bytes = int(constants["D"])
+    if constants["CODES"] == "fp16":
+        slot_bytes = 2 * (slot_bytes + int(constants.get("OUT", slot_bytes)))
+    return 2 * int(constants["BLOCK"]) * slot_bytes // (32 * variant.warps)
 
 
 def write_target(sm: int, archive: Path) -> None:

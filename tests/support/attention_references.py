@@ -1,5 +1,7 @@
 """What the kernels of attention compute, in numpy; a cache is found by its table, as there.
 
+Passes of 128 rows and more are prompts, which `finish` attends alone.
+
 `constants["memory"]` gives what lies at an address: (address, count, type) to a flat array. All
 shares of a context are the first one's here, so that numbers do not depend on how it is shared.
 """
@@ -15,6 +17,7 @@ import numpy as np
 _MAGIC, _HEADER, _PARTS = 0x656467656C6C6D, 2, 4
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _NOTHING = np.float32(-1e30)
+_PROMPT, _TABLE = 128, 32
 
 
 def host_memory(address, count, dtype):
@@ -141,36 +144,49 @@ def attend(
     group,
     window,
     cap_bits,
+    sequences,
     size,
     parts,
     stats,
     *,
     constants,
 ):
-    is_general = constants["GENERAL"]
-    assert size <= constants["D"] if is_general else size == constants["D"] and not cap_bits
-    assert constants["WINDOWED"] or not window
     kv_heads, blocks, shares = constants["grid"]
-    heads, many = kv_heads * group, constants["MANY"]
-    tile = constants["ROWS"] if rows < 128 else constants.get("PROMPT_ROWS", constants["ROWS"])
-    assert blocks * tile >= rows * group
-    cache = _Cache(table, layer, kv_heads, size, constants)
+    heads = kv_heads * group
+    if rows >= _PROMPT:
+        return
     y = parts[: shares * rows * heads * size].reshape(shares, rows, heads, size)
     found = stats[: shares * rows * heads * 2].reshape(shares, rows, heads, 2)
-    y[...], found[...] = (np.nan, np.nan) if many else (0, (_NOTHING, 0))
-    square = tree[: rows * columns].reshape(rows, columns) != 0
-    x = q[: rows * heads * size].reshape(rows, kv_heads, group, size)
-    sequences = _Sequence.all_of(write_index, rows, columns, many)
-    assert sum(-(-each.rows * group // tile) for each in sequences) <= blocks
-    for each in sequences:
-        own = slice(each.first, each.first + each.rows)
+    y[...], found[...] = (np.nan, np.nan) if sequences else (0, (_NOTHING, 0))
+    given = q, tree, positions, write_index, table
+    sizes = layer, rows, columns, group, window, cap_bits, sequences, size
+    for own, sums, top_and_total in _by_sequence(given, sizes, blocks, constants):
         y[:, own], found[:, own] = 0, (_NOTHING, 0)
+        y[0, own], found[0, own] = sums, top_and_total
+
+
+def _by_sequence(given, sizes, blocks, constants):
+    """Rows of each sequence; their sums [S, heads, D], largest scores and weights [S, heads, 2]."""
+    q, tree, positions, write_index, table = given
+    layer, rows, columns, group, window, cap_bits, sequences, size = sizes
+    kv_heads = constants["grid"][0]
+    assert size <= constants["D"]
+    cache = _Cache(table, layer, kv_heads, size, constants)
+    square = tree[: rows * columns].reshape(rows, columns) != 0
+    x = q[: rows * kv_heads * group * size].reshape(rows, kv_heads, group, size)
+    found = _Sequence.all_of(write_index, rows, columns, _TABLE if sequences else 0)
+    assert sum(-(-each.rows * group // constants["ROWS"]) for each in found) <= blocks
+    for each in found:
+        own = slice(each.first, each.first + each.rows)
         mask = square[own, : each.columns] if each.columns else np.tri(each.rows, dtype=bool)
         live = int(min(each.start + each.rows, cache.capacity))
         if live > 0:
             seen = _seen(mask, positions[own], live, window)
             kept = slice(each.base, each.base + live)
-            y[0, own], found[0, own] = _attended(x[own], cache, kept, seen, cap_bits)
+            yield own, *_attended(x[own], cache, kept, seen, cap_bits)
+        else:
+            shape = each.rows, kv_heads * group
+            yield own, np.zeros((*shape, size)), np.tile(np.array([_NOTHING, 0]), (*shape, 1))
 
 
 def _attended(q, cache, kept, seen, cap_bits):
@@ -211,20 +227,55 @@ def _seen(square, positions, live, window):
     return seen
 
 
-def combine(parts, stats, sinks, count, heads, shares, size, y, *, constants):
-    assert size <= constants["D"]
-    x = parts[: shares * count * size].reshape(shares, count, size)
-    top, total = stats[: shares * count * 2].reshape(shares, count, 2).transpose(2, 0, 1)
-    highest = top.max(0)
-    if constants["SUNK"]:
-        sink = np.tile(sinks[:heads], count // heads) * np.float32(np.log2(np.e))
-        highest = np.maximum(highest, sink)
+def finish(
+    q,
+    tree,
+    positions,
+    write_index,
+    table,
+    parts,
+    stats,
+    sinks,
+    layer,
+    rows,
+    columns,
+    group,
+    window,
+    cap_bits,
+    sequences,
+    size,
+    shares,
+    sunk,
+    y,
+    *,
+    constants,
+):
+    kv_heads, blocks, parts_of_head = constants["grid"]
+    heads, is_prompt = kv_heads * group, rows >= _PROMPT
+    assert parts_of_head * constants["OUT"] == constants["D"]
+    assert blocks * constants["ROWS" if is_prompt else "JOINED"] >= rows * group
+    out = y[: rows * heads * size].reshape(rows, heads, size)
+    if is_prompt:
+        given = q, tree, positions, write_index, table
+        sizes = layer, rows, columns, group, window, cap_bits, sequences, size
+        attended = _by_sequence(given, sizes, blocks, constants)
+        passes = [(own, sums[None], found[None]) for own, sums, found in attended]
+    else:
+        count = shares * rows * heads
+        sums = parts[: count * size].reshape(shares, rows, heads, size)
+        passes = [(slice(0, rows), sums, stats[: count * 2].reshape(shares, rows, heads, 2))]
+    for own, sums, found in passes:
+        out[own] = _joined(sums, found, sinks[:heads] if sunk else None)
+
+
+def _joined(sums, found, sinks):
+    """Attention [S, heads, D] of sums [shares, S, heads, D], and [..., 2] of each."""
+    top, total = found[..., 0], found[..., 1]
+    sink = np.float32(-np.inf) if sinks is None else sinks * np.float32(np.log2(np.e))
+    highest = np.maximum(top.max(0), sink)
     weight = np.exp2(top - highest)
-    divisor = (total * weight).sum(0)
-    if constants["SUNK"]:
-        divisor += np.exp2(sink - highest)
-    joined = (x * weight[..., None]).sum(0) / np.maximum(divisor, np.float32(1e-30))[:, None]
-    y[: count * size] = joined.reshape(-1)
+    divisor = (total * weight).sum(0) + np.exp2(sink - highest)
+    return (sums * weight[..., None]).sum(0) / np.maximum(divisor, np.float32(1e-30))[..., None]
 
 
 def keep_rows(path, outcome, write_index, table, size, *, constants):

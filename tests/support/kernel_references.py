@@ -7,7 +7,7 @@ to. `tests/device_runtime/kernels/test_references.py` holds them against the ker
 from __future__ import annotations
 
 import numpy as np
-from attention_references import attend, combine, keep_rows, store_rows
+from attention_references import attend, finish, keep_rows, store_rows
 from expert_references import expert_downs, expert_gates, group_rows, route_rows, sum_experts
 from recurrent_references import advance_state, advance_window, convolve_rows, delta_rows
 
@@ -232,10 +232,9 @@ def join_picks(keys, sums, vocab, shares, values, ids, argmax, log_sums, *, cons
 REFERENCES = {
     each.__name__: each
     for each in (grow_level, select_tree, lay_out, accept_greedy, accept_sampled, pick_shares,
-                 join_picks, store_rows, attend, combine, keep_rows, convolve_rows, advance_window,
+                 join_picks, store_rows, attend, finish, keep_rows, convolve_rows, advance_window,
                  delta_rows, advance_state, route_rows, group_rows, expert_gates, expert_downs,
                  sum_experts)
 }  # fmt: skip
-REFERENCES["attend_tiles"] = attend
 TYPES = {"*i64": np.int64, "*i32": np.int32, "*fp32": np.float32, "*fp64": np.float64,
          "*i8": np.int8, "*fp16": np.float16}  # fmt: skip

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NAMESPACE
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import NAMESPACE, PARTIAL_ROWS
+
+_FINISH = f"""\
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    finish <given, plugin_namespace, plugin_version, aot>
+    (q, tree, positions, write_index, table, parts, stats, sinks) => (y) {{
+        nodes = Cast<to = 10>(tree)
+        node = ReduceMax<keepdims = 0>(nodes)
+        places = Cast<to = 10>(positions)
+        place = ReduceMax<keepdims = 0>(places)
+        wide_index = Cast<to = 10>(write_index)
+        at = ReduceMax<keepdims = 0>(wide_index)
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        top_part = ReduceMax<keepdims = 0>(parts)
+        part = Cast<to = 10>(top_part)
+        top_stat = ReduceMax<keepdims = 0>(stats)
+        stat = Cast<to = 10>(top_stat)
+        top_sink = ReduceMax<keepdims = 0>(sinks)
+        sink = Cast<to = 10>(top_sink)
+        y = Sum(q, node, place, at, entry, part, stat, sink)
+    }}"""
 
 
 def stand_ins(heads: int, size: int) -> list[ir.Function]:
@@ -30,9 +51,11 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
     <domain: "{NAMESPACE}", opset_import: ["" : 24]>
     attend <given, plugin_namespace, plugin_version, aot>
     (q, tree, positions, write_index, table) => (parts, stats) {{
-        shape = Constant<value = int64[3] {{-1, {heads}, {size}}}>()
+        axis = Constant<value = int64[1] {{1}}>()
         wide = Cast<to = 1>(q)
-        apart = Reshape(wide, shape)
+        mean = ReduceMean<keepdims = 0>(wide, axis)
+        shape = Constant<value = int64[3] {{1, {heads}, {size}}}>()
+        apart = Reshape(mean, shape)
         nodes = Cast<to = 1>(tree)
         node = ReduceMax<keepdims = 0>(nodes)
         places = Cast<to = 1>(positions)
@@ -41,25 +64,15 @@ def stand_ins(heads: int, size: int) -> list[ir.Function]:
         at = ReduceMax<keepdims = 0>(wide_index)
         entries = Cast<to = 1>(table)
         entry = ReduceMax<keepdims = 0>(entries)
-        parts = Sum(apart, node, place, at, entry)
+        one = Sum(apart, node, place, at, entry)
+        rows = Constant<value = int64[3] {{{PARTIAL_ROWS}, 1, 1}}>()
+        parts = Tile(one, rows)
         last = Constant<value = int64[1] {{2}}>()
         top = ReduceMax(parts, last)
-        one = Constant<value = int64[1] {{1}}>()
-        each = Unsqueeze(top, one)
-        times = Constant<value = int64[4] {{1, 16, 1, 2}}>()
-        stats = Tile(each, times)
+        twice = Constant<value = int64[3] {{1, 1, 2}}>()
+        stats = Tile(top, twice)
     }}
-    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
-    combine <given, plugin_namespace, plugin_version, aot> (parts, stats, sinks) => (y) {{
-        axes = Constant<value = int64[2] {{1, 3}}>()
-        weight = ReduceMean<keepdims = 0>(stats, axes)
-        last = Constant<value = int64[1] {{2}}>()
-        apart = Unsqueeze(weight, last)
-        sum = Mul(parts, apart)
-        shape = Constant<value = int64[3] {{1, -1, {heads * size}}}>()
-        whole = Reshape(sum, shape)
-        y = Cast<to = 10>(whole)
-    }}"""
+{_FINISH}"""
     return list(ir.from_onnx_text(text).functions.values())
 
 

@@ -41,7 +41,7 @@ class Sizes:
 
 
 def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict[str, float]:
-    """Return microseconds of each kernel, and GB/s at which `attend` reads the KV cache.
+    """Return microseconds of each kernel, and GB/s at which the KV cache is read.
 
     Raises:
         AssertionError: results differ.
@@ -54,8 +54,9 @@ def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict
             layer = _Layer(device, given, sm, codes, rows)
             for name, seconds in layer.run().items():
                 found[f"{name}_{codes}_{rows}_us"] = seconds * 1e6
-            rate = layer.cache_bytes / found[f"attend_{codes}_{rows}_us"] / 1e3
-            found[f"attend_{codes}_{rows}_gb_per_s"] = rate
+            reads = "finish" if rows >= catalog.PROMPT_TOKENS else "attend"
+            rate = layer.cache_bytes / found[f"{reads}_{codes}_{rows}_us"] / 1e3
+            found[f"{reads}_{codes}_{rows}_gb_per_s"] = rate
     return found
 
 
@@ -140,10 +141,10 @@ class _Layer:
         self._block.upload(self._packed)
         seconds = {}
         names = {"sinks": "stats", "q_out": "turned"}
-        after = {"store_rows": ("turned",), "attend": ("parts", "stats"), "combine": ("y",)}
+        after = {"store_rows": ("turned",), "attend": ("parts", "stats"), "finish": ("y",)}
         for plugin in PLUGINS:
             inputs = [names.get(name, name) for name in plugin.inputs]
-            if plugin.name == "attend":
+            if plugin.name != "store_rows":
                 inputs[0] = "turned"
             arrays = self._packed.arrays
             shapes = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgellm.build.verify_tree_size import GPUS, INT4_BITS, LARGEST
-from edgellm.device_runtime.kernels.triton.catalog import OWN_SIZES, PROMPT_TOKENS
+from edgellm.device_runtime.kernels.triton.catalog import PROMPT_TOKENS
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     MOST_SHARES,
     PARTIAL_ROWS,
@@ -47,7 +47,7 @@ class Board:
     launch_us: float = 1.5  # between two kernels of a CUDA graph
     wait_us: float = 40.0  # the host waits, reads and launches again
     small_us: float = 10.0  # a kernel of one block: a level joins the pool, a tree is chosen
-    # Of `mma_tflops` that attention over a prompt reaches, in tiles of 32 or 64 rows and of 16
+    # Of `mma_tflops` that attention over a prompt reaches, in tiles of 64 rows and of 16
     attention_shares: tuple[float, float] = (0.25, 0.15)
 
     @property
@@ -163,8 +163,8 @@ def base_pass(case: Case, tokens: int) -> Pass:
     shape, way, precision = case.shape, case.way, case.precision
     few_and_many, outside = LAUNCHES[precision]
     # Without edgellm's kernels a copy of the KV cache is written and read; edgellm's kernels write
-    # and read partial sums of the context instead.
-    shared = min(MOST_SHARES, max(tokens, PARTIAL_ROWS) // tokens) * tokens
+    # and read partial sums of the context instead, except in prompts.
+    shared = min(MOST_SHARES, PARTIAL_ROWS // tokens) * tokens if tokens < PROMPT_TOKENS else 0
     sums = shape.caches * shared * shape.width * 4
     cached = 3 * case.capacity if way.attends_capacity else case.context
     return Pass(
@@ -240,9 +240,8 @@ def prompt_parts_ms(board: Board, case: Case, tokens: int) -> dict[str, float]:
     """Return the parts of the time of one prompt of `tokens` tokens, in one pass."""
     shape = case.shape
     parts = base_pass(replace(case, context=tokens), tokens).parts_ms(board)
-    in_tiles = shape.head_dim in OWN_SIZES and tokens >= PROMPT_TOKENS
     tera = 2e-12 * tokens**2 * shape.width * shape.caches  # half of the square
-    attended = 1e3 * tera / board.mma_tflops / board.attention_shares[not in_tiles]
+    attended = 1e3 * tera / board.mma_tflops / board.attention_shares[tokens < PROMPT_TOKENS]
     return {**parts, "attention": attended, "waits": board.wait_us / 1e3}
 
 

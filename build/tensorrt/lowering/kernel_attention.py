@@ -1,9 +1,9 @@
 """Cached attention as three plugin nodes with edgellm's kernels in TensorRT.
 
-`store_rows` rotates and appends, `attend` computes shares of the live context, `combine` joins
-them (`kernels/triton/attention.py`). A graph then has no cache: it takes a table of addresses
-(`contract.CACHE_TABLE`), so neither capacity nor codes of the cache are part of its inputs, and
-nothing is copied. The nodes are quickly deployable plugins, see `plugins.py`.
+`store_rows` rotates and appends, `attend` computes shares of the live context, `finish` joins
+them, or attends a prompt (`kernels/triton/attention.py`). A graph then has no cache: it takes a
+table of addresses (`contract.CACHE_TABLE`), so neither capacity nor codes of the cache are part of
+its inputs, and nothing is copied. The nodes are quickly deployable plugins, see `plugins.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
     TILES,
     Variant,
     attend,
-    combine,
+    finish,
     keep_rows,
     store_rows,
     tile,
@@ -35,9 +35,10 @@ from edgellm.device_runtime.kernels.triton.catalog import (
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import table_entries
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
     ATTEND,
-    COMBINE,
+    FINISH,
     GIVEN,
     NAMESPACE,
+    PARTIAL_ROWS,
     STORE_ROWS,
 )
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import SHAPE
@@ -62,11 +63,10 @@ class Kernels:
     def variants(self, layer: CachedAttention) -> tuple[Variant, ...]:
         """Those of a layer, and of the rows that are moved after a tree."""
         size, codes = layer.head_dim, self.codes
-        windowed, capped = bool(_window(layer)), bool(layer.softcap)
         return (
             store_rows(size, codes, many=self.many),
-            attend(size, codes, windowed=windowed, capped=capped, many=self.many),
-            combine(size, sunk=layer.sinks is not None),
+            attend(size, codes),
+            finish(size, codes),
             keep_rows(size, codes),
         )
 
@@ -188,21 +188,17 @@ def _emit(
         **given,
         own_tables=rotated.own_tables,
     )
-    parts, stats = emit_node(
-        graph,
-        ATTEND,
-        [q, tree, places, *places_and_table],
-        [(_F32, [None, heads, size]), (_F32, ["rows", None, heads, 2])],
-        **given,
-        window=_window(layer),
-        cap_bits=_bits(layer.softcap),
-    )
+    rules = {"window": _window(layer), "cap_bits": _bits(layer.softcap)}
+    attended = [q, tree, places, *places_and_table]
+    partial: list[tuple[ir.DataType, list[int | str | None]]] = [
+        (_F32, [PARTIAL_ROWS, heads, last]) for last in (size, 2)
+    ]
+    parts, stats = emit_node(graph, ATTEND, attended, partial, **given, **rules)
     sinks = stats  # placeholder, not read
     if layer.sinks is not None:
         sinks = graph.node("Cast", [layer.sinks], to=int(_F32))
-    sunk = {"sunk": int(layer.sinks is not None)}
-    of_queries = {key: given[key] for key in ("heads", "head_dim", "capability")}
-    return emit_node(graph, COMBINE, [parts, stats, sinks], rows, **of_queries, **sunk)[0]
+    rules["sunk"] = int(layer.sinks is not None)
+    return emit_node(graph, FINISH, [*attended, parts, stats, sinks], rows, **given, **rules)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

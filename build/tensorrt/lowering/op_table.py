@@ -162,9 +162,7 @@ _HALF = frozenset({ir.DataType.FLOAT16})
 _KERNELS = {
     "edgellm::store_rows": Rule(dtypes=_HALF, checked=(0, 1, 2, 3, 4), ranks=frozenset({3})),
     "edgellm::attend": Rule(dtypes=_HALF, ranks=frozenset({3})),
-    "edgellm::combine": Rule(
-        dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2), ranks=frozenset({3})
-    ),
+    "edgellm::finish": Rule(dtypes=_HALF, ranks=frozenset({3})),
     "edgellm::convolve_rows": Rule(dtypes=_HALF, checked=(0, 1), ranks=frozenset({3})),
     "edgellm::delta_rows": Rule(
         dtypes=frozenset({ir.DataType.FLOAT}), checked=(0, 1, 2, 3, 4), ranks=frozenset({3})

@@ -1,11 +1,14 @@
-"""Attention over the live rows of a KV cache: apply RoPE and append, attend in shares, join them.
+"""Attention over the live rows of a KV cache: apply RoPE and append, attend in shares.
 
 The num_rows new rows have the slots [write_index, write_index + num_rows). A row attends to all
 earlier slots, or to those of its window; among the last mask_columns live slots the mask `tree`
 int8 [num_rows, mask_columns] decides. A row that it lets attend to a later one is of an image, so
-the rows between attend to that one, too. Time grows with the live length, not with the capacity;
-the context is split among programs. In a pass of several sequences (MANY) the rows of a sequence
-are contiguous, and slots, masks and positions are relative to the sequence; see `cache.py`.
+the rows between attend to that one, too. Time grows with the live length, not with the capacity.
+In a pass of several sequences the rows of a sequence are contiguous, and slots, masks and positions
+are relative to the sequence; see `cache.py`.
+
+Passes of fewer than PROMPT_TOKENS rows split the context among programs (`attend`), and `finish`
+joins their sums. Longer passes are prompts, which `finish` attends alone; see `prompt_attention`.
 """
 
 import triton
@@ -24,8 +27,9 @@ from edgellm.device_runtime.kernels.triton.cache import (
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 NOTHING: tl.constexpr = tl.constexpr(-1e30)  # below all scores, and finite
-MAX_SHARES: tl.constexpr = tl.constexpr(16)
 COLUMNS: tl.constexpr = tl.constexpr(128)  # of a mask that are read together
+PROMPT_TOKENS: tl.constexpr = tl.constexpr(128)  # rows of a pass from which it is a prompt
+SEQUENCES: tl.constexpr = tl.constexpr(32)  # of a table
 
 
 @triton.jit
@@ -83,62 +87,30 @@ def attend(
     # inputs
     q: "*fp16", tree: "*i8", positions: "*i64", write_index: "*i64", table: "*i64",
     # shape, rules
-    layer, num_rows, mask_columns, group, window, cap_bits, head_dim,
+    layer, num_rows, mask_columns, group, window, cap_bits, sequences, head_dim,
     # outputs
     parts: "*fp32", stats: "*fp32",
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CODES: tl.constexpr,
-    WINDOWED: tl.constexpr, GENERAL: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Attend ROWS query rows of a KV head to one share of the live slots.
 
-    Grid [kv_heads, cdiv(num_rows * group, ROWS) + MANY, shares]. q is [num_rows, heads, head_dim],
-    parts [shares, num_rows, heads, head_dim]; stats [..., 2] are the largest score (base 2) and the
-    sum of weights. cap_bits is a float32, 0: no cap. Only GENERAL kernels cap or have head_dim < D.
+    Grid [kv_heads, cdiv(num_rows * group, ROWS) + sequences, shares]. q is [num_rows, heads,
+    head_dim], parts [shares, num_rows, heads, head_dim]; stats [..., 2] are the largest score (base
+    2) and the sum of weights. cap_bits is a float32, 0: no cap. write_index is a table of at most
+    `sequences` sequences; 0: of one, it is a slot. Prompts are left to `finish`.
     """
-    size = head_dim if GENERAL else D
-    span = _span(write_index, table, num_rows, mask_columns, group, ROWS, MANY)
-    before, first_row, count, base, live, columns = span
-    cache, share, shares = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
-    heads = tl.num_programs(0) * group
-    rows, d = (tl.program_id(1) - before) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
-    step = rows // group
-    inside = step < count
-    query = (step + first_row) * heads + cache * group + rows % group  # of [num_rows, heads]
-    mask = tree + first_row * mask_columns, positions + first_row, mask_columns, count, columns
-    own_numbers = _numbers(inside, d, size, GENERAL)
-    x = tl.load(q + query[:, None] * size + d[None, :], mask=own_numbers, other=0.0)
-    x = (x * (LOG2_E * tl.rsqrt(head_dim.to(tl.float32)))).to(tl.float16)
-    own = mask, step, inside, window, live
-    oldest, begin, end = _share(own, share, shares, D, ROWS, BLOCK, WINDOWED, GENERAL, MANY)
-    top, total = tl.full([ROWS], NOTHING, tl.float32), tl.zeros([ROWS], tl.float32)
-    y = tl.zeros([ROWS, D], tl.float32)
-    keys, key_scales = find_rows(table, layer, 0, cache, base, size, CODES)
-    values, value_scales = find_rows(table, layer, 1, cache, base, size, CODES)
-    for first in tl.range(begin, end, BLOCK):
-        slots = first + tl.arange(0, BLOCK)
-        alive = slots < live
-        at = slots[:, None] * size + d[None, :]
-        there = _numbers(alive, d, size, GENERAL)
-        k = decode(tl.load(keys + at, mask=there, other=0), CODES)
-        scores = tl.dot(x, tl.trans(k))
-        if CODES != "fp16":
-            scores *= _scales(key_scales, slots, alive)
-        if GENERAL and cap_bits != 0:
-            scores = _cap(scores, cap_bits)
-        visible = _visible(mask, step, inside, slots, live, oldest, WINDOWED, MANY)
-        scores = tl.where(visible, scores, NOTHING)
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 1)
-        if CODES != "fp16":
-            weights *= _scales(value_scales, slots, alive)
-        v = decode(tl.load(values + at, mask=there, other=0), CODES)
-        y = tl.dot(weights.to(tl.float16), v, y * shrink[:, None])
-        top = new_top
-    at = share * num_rows * heads + query
-    tl.store(parts + at[:, None] * size + d[None, :], y, mask=own_numbers)
-    _store_pairs(stats + at * 2, top, total, inside)
+    if num_rows < PROMPT_TOKENS:
+        inputs = q, tree, positions, write_index, table
+        sizes = layer, num_rows, mask_columns, group, window, cap_bits, sequences, head_dim
+        share = tl.program_id(2)
+        y, top, total, query, inside = attend_rows(
+            inputs, sizes, (share, tl.num_programs(2), 0), D, ROWS, BLOCK, D, CODES, False
+        )
+        d = tl.arange(0, D)
+        at = share * num_rows * tl.num_programs(0) * group + query
+        own_numbers = numbers(inside, d, head_dim)
+        tl.store(parts + at[:, None] * head_dim + d[None, :], y, mask=own_numbers)
+        _store_pairs(stats + at * 2, top, total, inside)
 
 
 @triton.jit
@@ -148,77 +120,157 @@ def _store_pairs(at, x, y, inside):
 
 
 @triton.jit
-def _span(
-    write_index, table, num_rows, mask_columns, group, ROWS: tl.constexpr, MANY: tl.constexpr
-):
-    """The sequence of a program, as `find_sequence` returns it."""
-    if MANY:
-        found = find_sequence(write_index, table, tl.program_id(1), group, ROWS, MANY)
-    else:
-        live = tl.minimum(first_slot(write_index) + num_rows, bound_capacity(table))
-        found = 0, 0, num_rows, 0, live, mask_columns
-    return found
-
-
-@triton.jit
-def _share(
-    own,
-    share,
-    shares,
+def attend_rows(
+    inputs,
+    sizes,
+    part,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    GENERAL: tl.constexpr,
-    MANY: tl.constexpr,
+    OUT: tl.constexpr,
+    CODES: tl.constexpr,
+    IS_PROMPT: tl.constexpr,
 ):
-    """The first position of each row's window (0: no limit); first and end slot of a share."""
+    """The query rows of a program, and their attention to one share of their slots.
+
+    inputs and sizes are those of `attend`. `part` is the share, the number of shares, and the first
+    of OUT values of a head. Prompts read no slots after the last that their rows attend to.
+
+    Returns:
+        Weighted sums of values fp32 [ROWS, OUT], the largest score and the sum of weights of a row;
+        its place in [num_rows, heads], and whether there is one.
+    """
+    q, tree, positions, write_index, table = inputs
+    layer, num_rows, mask_columns, group, window, cap_bits, sequences, size = sizes
+    span = _span(write_index, table, num_rows, mask_columns, group, sequences, ROWS)
+    before, first_row, count, base, live, columns = span
+    cache = tl.program_id(0)
+    rows = (tl.program_id(1) - before) * ROWS + tl.arange(0, ROWS)
+    step = rows // group
+    inside = step < count
+    query = (step + first_row) * tl.num_programs(0) * group + cache * group + rows % group
+    mask = tree + first_row * mask_columns, positions + first_row, mask_columns, count, columns
+    d = tl.arange(0, D)
+    own_numbers = numbers(inside, d, size)
+    x = tl.load(q + query[:, None] * size + d[None, :], mask=own_numbers, other=0.0)
+    x = (x * (LOG2_E * tl.rsqrt(size.to(tl.float32)))).to(tl.float16)
+    own = mask, step, inside, window, live
+    slots = _share(own, part[0], part[1], BLOCK, IS_PROMPT)
+    keys = find_rows(table, layer, 0, cache, base, size, CODES)
+    values = find_rows(table, layer, 1, cache, base, size, CODES)
+    rules = size, part[2], cap_bits
+    y, top, total = _over_slots(x, own, slots, keys, values, rules, D, ROWS, BLOCK, OUT, CODES)
+    return y, top, total, query, inside
+
+
+@triton.jit
+def _over_slots(
+    x,
+    own,
+    share,
+    keys_and_scales,
+    values_and_scales,
+    rules,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OUT: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Weighted sums, largest scores and sums of weights of query rows, over a share of slots."""
     mask, step, inside, window, live = own
-    positions = mask[1] + step
-    oldest, begin = tl.zeros([ROWS], tl.int32), 0
-    if WINDOWED:
-        position = tl.load(positions, mask=inside, other=FAR).to(tl.int32)
-        oldest = position - tl.where(window != 0, window, FAR) + 1
-        begin = tl.maximum(tl.min(oldest, 0), 0) // BLOCK * BLOCK
+    oldest, begin, end = share
+    keys, key_scales = keys_and_scales
+    values, value_scales = values_and_scales
+    size, first_out, cap_bits = rules
+    d, out = tl.arange(0, D), first_out + tl.arange(0, OUT)
+    top, total = tl.full([ROWS], NOTHING, tl.float32), tl.zeros([ROWS], tl.float32)
+    y = tl.zeros([ROWS, OUT], tl.float32)
+    for first in tl.range(begin, end, BLOCK):
+        slots = first + tl.arange(0, BLOCK)
+        alive = slots < live
+        at = keys + slots[:, None] * size + d[None, :]
+        k = decode(tl.load(at, mask=numbers(alive, d, size), other=0), CODES)
+        scores = tl.dot(x, tl.trans(k))
+        if CODES != "fp16":
+            scores *= _scales(key_scales, slots, alive)
+        if cap_bits != 0:
+            scores = _cap(scores, cap_bits)
+        visible = _visible(mask, step, inside, slots, live, oldest, window)
+        scores = tl.where(visible, scores, NOTHING)
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.where(visible, tl.exp2(scores - new_top[:, None]), 0.0)
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        if CODES != "fp16":
+            weights *= _scales(value_scales, slots, alive)
+        at = values + slots[:, None] * size + out[None, :]
+        v = decode(tl.load(at, mask=numbers(alive, out, size), other=0), CODES)
+        y = tl.dot(weights.to(tl.float16), v, y * shrink[:, None])
+        top = new_top
+    return y, top, total
+
+
+@triton.jit
+def _span(write_index, table, num_rows, mask_columns, group, sequences, ROWS: tl.constexpr):
+    """The sequence of a program, as `find_sequence` returns it."""
+    entries = tl.where(sequences != 0, SEQUENCES, 0)
+    block = tl.program_id(1)
+    found = find_sequence(write_index, entries, table, block, group, ROWS, SEQUENCES)
+    before, first_row, count, base, live, columns = found
+    if_alone = tl.minimum(first_slot(write_index) + num_rows, bound_capacity(table))
+    count = tl.where(sequences != 0, count, num_rows)
+    live = tl.where(sequences != 0, live, if_alone)
+    columns = tl.where(sequences != 0, columns, mask_columns)
+    return before, first_row, count, base, live, columns
+
+
+@triton.jit
+def _share(own, share, shares, BLOCK: tl.constexpr, IS_PROMPT: tl.constexpr):
+    """The first position of each row's window; first and end slot of a share.
+
+    A share begins at the first window of the rows.
+    """
+    mask, step, inside, window, live = own
+    reach = tl.where(window != 0, window, FAR)
+    is_limited = step < tl.where(window != 0, mask[3], 0)
+    position = tl.load(mask[1] + step, mask=is_limited, other=FAR).to(tl.int32)
+    oldest = position - reach + 1
+    begin = tl.maximum(tl.min(oldest, 0), 0) // BLOCK * BLOCK
+    begin = tl.where(window != 0, begin, 0)
     length = tl.cdiv(tl.cdiv(tl.maximum(live - begin, 0), BLOCK), shares) * BLOCK
     begin += share * length
     end = live
-    if D <= 128 and not (GENERAL and MANY):  # other kernels have no registers left
-        end = _end(mask, step, inside, live, BLOCK, MANY)
+    if IS_PROMPT:
+        end = _end(mask, step, inside, live, BLOCK)
     return oldest, begin, tl.minimum(end, begin + length)
 
 
 @triton.jit
-def _end(mask, step, inside, live, BLOCK: tl.constexpr, MANY: tl.constexpr):
+def _end(mask, step, inside, live, BLOCK: tl.constexpr):
     """One past the last slot that a program's rows attend to, at most `live`.
 
-    Rows attend to none after their own, except in images, see the module. So in a pass of one
-    sequence the mask of the last row decides. It is read if a block or more may be left out. In a
-    pass of several, sequences with a mask are computed to the end.
+    Rows attend to none after their own, except in images, see the module. So the mask of the last
+    row decides. It is read if a block or more may be left out.
     """
     tree, _, mask_columns, count, columns = mask
     row = tl.max(tl.where(inside, step, -1), 0)
     after = count - 1 - row
-    end = live
-    if MANY:
-        end = tl.where(columns == 0, live - after, live)
-    elif after >= BLOCK:
-        last = tl.maximum(columns - after, 0)
+    last = tl.maximum(columns - after, 0)
+    if (after >= BLOCK) & (row >= 0):
         for first in tl.range(last, columns, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             seen = tl.load(tree + row * mask_columns + column, mask=column < columns, other=0)
             last = tl.maximum(last, tl.max(tl.where(seen != 0, column + 1, 0), 0))
-        end = live - columns + last
-    return end
+    else:
+        last = tl.maximum(columns, 0)
+    return tl.where(columns == 0, live - after, live - columns + last)
 
 
 @triton.jit
-def _numbers(rows, d, size, GENERAL: tl.constexpr):
-    """Mask of the rows' elements below `size`, [rows, D]; [rows, 1] if heads fill the tile."""
-    inside = rows[:, None]
-    if GENERAL:
-        inside &= (d < size)[None, :]
-    return inside
+def numbers(rows, d, size):
+    """Mask of the rows' elements below `size`, [rows, D]."""
+    return rows[:, None] & (d < size)[None, :]
 
 
 @triton.jit
@@ -228,23 +280,19 @@ def _scales(scales, slots, alive):
 
 
 @triton.jit
-def _visible(mask, step, inside, slots, live, oldest, WINDOWED: tl.constexpr, MANY: tl.constexpr):
+def _visible(mask, step, inside, slots, live, oldest, window):
     """Attention mask of a block of slots, [ROWS, BLOCK]."""
     tree, positions, mask_columns, count, columns = mask
     alive = slots < live
     visible = inside[:, None] & alive[None, :]
-    width = columns
-    if MANY:
-        width = tl.where(columns == 0, count, columns)
+    width = tl.where(columns == 0, count, columns)
     node = slots - (live - width)  # negative for committed slots
     if tl.max(node, 0) >= 0:
-        is_node = inside[:, None] & ((node >= 0) & alive)[None, :]
-        if MANY:
-            visible &= node[None, :] <= tl.where(columns == 0, step, FAR)[:, None]
-            is_node &= (node < columns)[None, :]
+        is_node = inside[:, None] & ((node >= 0) & (node < columns) & alive)[None, :]
+        visible &= node[None, :] <= tl.where(columns == 0, step, FAR)[:, None]
         seen = tl.load(tree + step[:, None] * mask_columns + node[None, :], mask=is_node, other=1)
         visible &= seen != 0
-    if WINDOWED:
+    if window != 0:
         # Committed rows have their slot as position, rows of this pass have their own.
         new = node - (width - count)
         place = tl.load(positions + new, mask=(new >= 0) & alive, other=0).to(tl.int32)
@@ -259,38 +307,3 @@ def _cap(scores, cap_bits):
     cap = cap_bits.to(tl.float32, bitcast=True) * LOG2_E
     grown = tl.exp2(tl.minimum(scores / cap, 20.0) * (2 * LOG2_E))
     return cap * (1 - 2 / (grown + 1))
-
-
-@triton.jit
-def combine(
-    # inputs
-    parts: "*fp32", stats: "*fp32", sinks: "*fp32",
-    # shape
-    num_queries, heads, num_shares, head_dim,
-    # outputs
-    y: "*fp16",
-    D: tl.constexpr, SUNK: tl.constexpr,
-):  # fmt: skip
-    """Join the shares of one query.
-
-    Grid [num_queries], num_rows * heads of them. y is [num_queries, head_dim]. sinks [heads] (SUNK)
-    are scores that add to the sum of weights only.
-    """
-    query = tl.program_id(0)
-    share, d = tl.arange(0, MAX_SHARES), tl.arange(0, D)
-    inside = share < num_shares
-    at = share * num_queries + query
-    top = tl.load(stats + at * 2, mask=inside, other=NOTHING)
-    total = tl.load(stats + at * 2 + 1, mask=inside, other=0.0)
-    highest = tl.max(top, 0)
-    if SUNK:
-        sink = tl.load(sinks + query % heads) * LOG2_E
-        highest = tl.maximum(highest, sink)
-    weight = tl.exp2(top - highest)
-    divisor = tl.sum(total * weight, 0)
-    if SUNK:
-        divisor += tl.exp2(sink - highest)
-    there = inside[:, None] & (d < head_dim)[None, :]
-    x = tl.load(parts + at[:, None] * head_dim + d[None, :], mask=there, other=0.0)
-    joined = tl.sum(x * weight[:, None], 0) / tl.maximum(divisor, 1e-30)
-    tl.store(y + query * head_dim + d, joined.to(tl.float16), mask=d < head_dim)

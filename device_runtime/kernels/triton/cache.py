@@ -48,14 +48,17 @@ def own_slot(sequences, row, MANY: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(sequences, table, block, group, ROWS: tl.constexpr, MANY: tl.constexpr):
+def find_sequence(sequences, entries, table, block, group, ROWS: tl.constexpr, MANY: tl.constexpr):
     """The sequence of a block of ROWS query rows; no block has rows of two sequences.
+
+    `entries` of the table are read, at most MANY.
 
     Returns:
         The sequence's first block, then its entries, with cached and new rows together in the place
         of cached rows. A block without a sequence has no rows.
     """
-    counts = tl.load(sequences + tl.arange(0, MANY) * FIELDS + 1).to(tl.int32)
+    entry = tl.arange(0, MANY)
+    counts = tl.load(sequences + entry * FIELDS + 1, mask=entry < entries, other=0).to(tl.int32)
     ends = tl.cumsum(tl.cdiv(counts * group, ROWS), 0)
     place = tl.sum((ends <= block).to(tl.int32), 0)
     capacity = bound_capacity(table)

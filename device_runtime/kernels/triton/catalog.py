@@ -31,11 +31,11 @@ STEPS = {
     "inner": EXPERT_STEP,
 }
 TILES = (64, 128, 256)  # values of D
-OWN_SIZES = (64, 128)  # values of head_dim with an own `attend`
 SEQUENCES = 32  # of a pass at most
 START = 5  # fields of a sequence's start, see `growth`
 ROWS = 16  # query rows of a program
-PROMPT_TOKENS = 128  # of a pass, from which kernels of OWN_SIZES without windows have more rows
+PROMPT_TOKENS = 128  # of a pass, from which `finish` attends, with PROMPT_ROWS rows of a program
+PROMPT_ROWS = 64
 CHANNELS = 256  # of a convolution, in a program
 VALUES = 32  # of a head of a recurrent layer, in a program
 KEYS = 64  # of such a head, in a step
@@ -96,14 +96,9 @@ KERNELS = {
         Kernel(
             module="attention",
             name="attend",
-            grid=("kv_heads", "cdiv(num_rows * group, ROWS) + MANY", "shares"),
+            grid=("kv_heads", "cdiv(num_rows * group, ROWS) + sequences", "shares"),
         ),
-        Kernel(
-            module="prompt_attention",
-            name="attend_tiles",
-            grid=("kv_heads", "tiles", "shares"),
-        ),
-        Kernel(module="attention", name="combine", grid=("num_queries", "1", "1")),
+        Kernel(module="prompt_attention", name="finish", grid=("kv_heads", "tiles", "D / OUT")),
         Kernel(module="compaction", name="keep_rows", grid=("layers", "kv_heads", "2")),
         Kernel(module="picks", name="pick_shares", grid=("rows", "cdiv(vocab_size, BLOCK)", "1")),
         Kernel(module="picks", name="join_picks", grid=("rows", "1", "1")),
@@ -179,14 +174,8 @@ def variants(sm: int) -> Iterator[Variant]:
             yield keep_rows(size, code)
             for many in (False, True):
                 yield store_rows(size, code, many=many)
-                yield attend(size, code, windowed=True, capped=True, many=many)
-        yield combine(size, sunk=False)
-        yield combine(size, sunk=True)
-    for code in codes:
-        for many in (False, True):
-            for size in OWN_SIZES:
-                yield attend(size, code, many=many)
-        yield attend(128, code, windowed=True)
+            yield attend(size, code)
+            yield finish(size, code)
     yield PICK_SHARES
     yield JOIN_PICKS
     for nodes in NODES:
@@ -304,63 +293,51 @@ def keep_rows(size: int, codes: str) -> Variant:
     )
 
 
-def combine(size: int, *, sunk: bool) -> Variant:
-    """`combine` for a head size, with sinks or without."""
-    return Variant(kernel=KERNELS["combine"], constants={"D": tile(size), "SUNK": sunk}, warps=1)
+def attend(size: int, codes: str) -> Variant:
+    """`attend` for a head size and codes of the cache."""
+    of_tile = tile(size)
+    constants = {"D": of_tile, "ROWS": ROWS, "BLOCK": 64 if of_tile == TILES[0] else 32}
+    is_float = codes == "fp16"
+    return Variant(
+        kernel=KERNELS["attend"],
+        constants={**constants, "CODES": codes},
+        # Fewer would spill registers.
+        warps=4 if of_tile == TILES[0] or (of_tile == TILES[1] and is_float) else 8,
+        max_registers=128 if of_tile < TILES[-1] or is_float else 144,
+    )
 
 
-def attend(
-    size: int, codes: str, *, windowed: bool = False, capped: bool = False, many: bool = False
-) -> Variant:
-    """`attend` for a head size and codes of the cache: the most specialized variant.
+def finish(size: int, codes: str) -> Variant:
+    """`finish` for a head size and codes of the cache.
 
-    Heads of 64 and 128 without cap, and heads of 128 with windows in passes of one sequence, have
-    own variants; a general one for each tile serves all other cases.
+    More slots at once, or more values of a head, would spill registers.
     """
-    general = capped or size not in OWN_SIZES or (windowed and (size != 128 or many))
-    block = 64 if tile(size) <= 128 else 32
-    constants = {
-        "D": tile(size),
-        "ROWS": ROWS,
-        "BLOCK": block,
-        "CODES": codes,
-        "WINDOWED": windowed or general,
-        "GENERAL": general,
-        "MANY": SEQUENCES if many else 0,
-    }
-    if not general and not windowed:
-        constants["PROMPT_ROWS"], constants["PROMPT_BLOCK"] = _prompt_tile(size, codes)
-        return Variant(
-            kernel=KERNELS["attend_tiles"],
-            constants=constants,
-            warps=4,
-            # The assembler's own choice, 168, spills for compute capability 8.7.
-            max_registers=192 if many and (size, codes) == (128, "fp16") else 0,
-        )
-    warps = 8 if many and general and tile(size) == 128 else 4  # 4 have too few registers
-    return Variant(kernel=KERNELS["attend"], constants=constants, warps=warps)
+    of_tile = tile(size)
+    constants = {"D": of_tile, "ROWS": PROMPT_ROWS, "BLOCK": 32 if of_tile == TILES[0] else 16}
+    constants |= {"OUT": min(of_tile, 128), "JOINED": ROWS}
+    return Variant(
+        kernel=KERNELS["finish"],
+        constants={**constants, "CODES": codes},
+        warps=4,
+    )
 
 
-def _prompt_tile(size: int, codes: str) -> tuple[int, int]:
-    """Query rows of a program in prompts, and slots read at once: as many as registers hold.
-
-    64 rows of heads of 128 would spill registers.
-    """
-    return 64 if (size, codes) == (OWN_SIZES[0], "fp16") else 32, 32
-
-
-def attend_tiles(op: Any, variant: Variant, rows: Any, group: int) -> Any:
-    """Tiles of query rows in a pass of one sequence, at least as many as its kernel has.
+def attend_tiles(op: Any, rows: Any, group: int) -> Any:
+    """Tiles of `attend` in a pass of one sequence. In a prompt they return at once.
 
     Args:
         op: has `cdiv`, `max` and `min` of sizes.
-        variant: one of `attend`.
         rows: tokens, a size.
         group: query heads of a KV head.
     """
-    tiles = op.cdiv(rows * group, ROWS)
-    if "PROMPT_ROWS" not in variant.constants:
-        return tiles
-    of_prompt = op.cdiv(rows * group, variant.constants["PROMPT_ROWS"])
+    return op.min(op.cdiv(rows * group, ROWS), PROMPT_TOKENS * group // ROWS)
+
+
+def finish_tiles(op: Any, rows: Any, group: int) -> Any:
+    """Tiles of `finish` in a pass of one sequence, of joined rows or of a prompt's; at least those.
+
+    The arguments are those of `attend_tiles`.
+    """
+    of_prompt = op.cdiv(rows * group, PROMPT_ROWS)
     most = op.max(of_prompt, PROMPT_TOKENS * group // ROWS)
-    return op.min(tiles, most)
+    return op.min(op.cdiv(rows * group, ROWS), most)

@@ -164,25 +164,25 @@ def test_plugins_implement_tensorrts_interface(folder, rows, shares):
         )
         store = node("store_rows", **layer, own_tables=0)
         attend = node("attend", **layer, window=0, cap_bits=0)
-        combine = node("combine", heads=32, head_dim=128, capability=110, sunk=0)
+        finish = node("finish", **layer, window=0, cap_bits=0, sunk=0)
         q, k = ((sizes(1, "S", width), half) for width in (4096, 1024))
         turn, places = (sizes(4096, 64), half), (sizes(1, "S"), whole)
         at, table = (sizes(1), whole), (sizes(130), whole)
         (turned,) = store.outputs([q, k, k, turn, turn, places, at, table])
         tree = sizes("S", "M"), trt.bool
         parts, stats = attend.outputs([turned, tree, places, at, table])
-        (y,) = combine.outputs([parts, stats, stats])
+        (y,) = finish.outputs([turned, tree, places, at, table, parts, stats, stats])
         known = {"S": rows, "M": rows}
         numbers = lambda tensor: ([each.of(known) for each in tensor[0]], tensor[1])  # noqa: E731
         assert numbers(turned) == numbers(y) == ([1, rows, 4096], half)
-        assert numbers(parts) == ([max(rows, 128), 32, 128], wide)
-        assert numbers(stats) == ([rows, 16, 32, 2], wide)
+        assert numbers(parts) == ([128, 32, 128], wide)
+        assert numbers(stats) == ([128, 32, 2], wide)
         launch = store.launch(known)
         assert (launch.grid, launch.sizes) == ((rows, 40, 1), [7, 32, 8, 0, 128])
         launch = attend.launch(known)
-        tiles = -(-rows * 4 // (32 if rows >= 128 else 16))
+        tiles = min(-(-rows * 4 // 16), 32)  # those of a prompt return at once
         assert launch.grid == (8, tiles, shares)
-        assert launch.sizes == [7, rows, rows, 4, 0, 0, 128]
+        assert launch.sizes == [7, rows, rows, 4, 0, 0, 0, 128]
         attend_of_8_bits = prebuilt.find(catalog.attend(128, "fp8"), 110)
         assert launch.ptx.decode() == attend_of_8_bits.ptx
         assert launch.threads == attend_of_8_bits.threads
@@ -191,10 +191,12 @@ def test_plugins_implement_tensorrts_interface(folder, rows, shares):
         many.outputs([turned, (sizes("S", "M"), trt.bool), places, (sizes(32, 5), whole), table])
         launch = many.launch(known)
         assert launch.grid == (8, tiles + 6, shares)  # a block more for each
-        assert launch.ptx.decode() == prebuilt.find(catalog.attend(128, "fp8", many=True), 110).ptx
-        launch = combine.launch(known)
-        assert (launch.grid, launch.sizes) == ((rows * 32, 1, 1), [rows * 32, 32, shares, 128])
-        assert rows * shares <= max(rows, 128)  # what a partial sum has room for
+        assert launch.sizes == [7, rows, rows, 4, 0, 0, 6, 128]
+        launch = finish.launch(known)
+        assert launch.grid == (8, -(-rows * 4 // (64 if rows >= 128 else 16)), 1)
+        assert launch.sizes == [7, rows, rows, 4, 0, 0, 0, 128, shares, 0]
+        assert launch.ptx.decode() == prebuilt.find(catalog.finish(128, "fp8"), 110).ptx
+        assert rows * shares <= 128 or rows >= 128  # what a partial sum has room for
 
 
 # ------------------------------------------------------------- who gets them

@@ -24,7 +24,7 @@ from edgellm.device_runtime.runners.tensorrt.library.trt_import import FIRST_QUI
 PLUGINS = {
     "store_rows": ["HALF"],
     "attend": ["FLOAT", "FLOAT"],
-    "combine": ["HALF"],
+    "finish": ["HALF"],
     "convolve_rows": ["HALF"],
     "delta_rows": ["FLOAT"],
     "route_rows": ["INT64", "HALF"],

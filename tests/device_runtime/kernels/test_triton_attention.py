@@ -1,15 +1,16 @@
-"""RoPE, the quantized cache, attention and compaction against float64."""
+"""RoPE, the quantized cache, attention and compaction against float64; attention is torch's."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from attention_references import host_memory
 from interpreted import launch
 from kernel_references import REFERENCES
@@ -22,10 +23,15 @@ from edgellm.device_runtime.kernels.triton import (
     prompt_attention,
 )
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
+    MOST_SHARES,
+    PARTIAL_ROWS,
+)
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import SHAPE
 
 LAYERS, LAYER, BLOCK = 2, 1, 32
 LARGEST = {"int8": 127.0, "fp8": 448.0}
+NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
 # Of the largest error of an output: fp16 rounds weights and results, the others rows as well.
 TOLERANCE = {"fp16": 4e-3, "int8": 3e-2, "fp8": 1.2e-1}
 
@@ -48,17 +54,6 @@ class Case:
     shares: int = 4
     own_tables: bool = False
     seed: int = 0
-
-    def attend(self, *, many: bool = False) -> catalog.Variant:
-        """Run the kernel that an engine gets."""
-        windowed, capped = bool(self.window), bool(self.cap)
-        return catalog.attend(self.dim, self.codes, windowed=windowed, capped=capped, many=many)
-
-
-def kernel_of(variant: catalog.Variant):
-    """The function that a variant is compiled from."""
-    module = importlib.import_module(f"{catalog.__package__}.{variant.kernel.module}")
-    return getattr(module, variant.kernel.name)
 
 
 class Cache:
@@ -103,10 +98,10 @@ class Cache:
 
 
 class Pass:
-    """Inputs of one pass."""
+    """Inputs of one forward pass."""
 
-    many = 0  # batch size of the engine; 0: a single sequence
-    surplus = 0  # programs of `attend` without rows
+    many = 0  # entries of a table of sequences; 0: a single sequence
+    surplus = 0  # programs without rows
 
     def __init__(self, case: Case) -> None:
         random = np.random.default_rng(case.seed)
@@ -130,31 +125,34 @@ class Pass:
     def run(self, launch: Callable[..., None] = launch) -> np.ndarray:
         """Output [S, H, D] of the kernels or of their reference."""
         case, rows = self.case, self.case.rows
-        queries = rows * case.heads // case.kv_heads
+        group, several = case.heads // case.kv_heads, 8 if self.many else 0
         rotated, y = np.zeros_like(self.q), np.zeros_like(self.q)
         shape = case.shares, rows, case.heads
         parts = np.full((*shape, case.dim), np.nan, np.float32)
         stats = np.full((*shape, 2), np.nan, np.float32)
-        tile = catalog.tile(case.dim)
         launch(
             attention.store_rows, (rows, case.heads + case.kv_heads), self.q, self.k, self.v,
             self.cos, self.sin, self.positions, self.index, self.cache.table, LAYER, case.heads,
-            case.kv_heads, int(case.own_tables), case.dim, rotated, D=tile, CODES=case.codes,
-            MANY=self.many,
+            case.kv_heads, int(case.own_tables), case.dim, rotated, D=catalog.tile(case.dim),
+            CODES=case.codes, MANY=self.many,
         )  # fmt: skip
-        variant = case.attend(many=bool(self.many))
-        tile_rows = int(variant.constants.get("PROMPT_ROWS", 16)) if rows >= 128 else 16
-        blocks = -(-queries // tile_rows) + self.many + self.surplus
+        given = rotated, self.tree, self.positions, self.index, self.cache.table
+        cap_bits = int(np.float32(case.cap).view(np.int32))
+        rules = case.window, cap_bits, several, case.dim
+        sizes = LAYER, rows, self.tree.shape[1], group, *rules
+        own, extra = {"BLOCK": BLOCK}, several + self.surplus
+        variant = catalog.attend(case.dim, case.codes)
+        blocks = catalog.attend_tiles(NUMBERS, rows, group) + extra
         launch(
-            kernel_of(variant), (case.kv_heads, blocks, case.shares), rotated, self.tree,
-            self.positions, self.index, self.cache.table, LAYER, rows,
-            self.tree.shape[1], case.heads // case.kv_heads, case.window,
-            int(np.float32(case.cap).view(np.int32)), case.dim, parts, stats,
-            **{**variant.constants, "BLOCK": BLOCK, "MANY": self.many},
+            attention.attend, (case.kv_heads, blocks, case.shares), *given, *sizes, parts, stats,
+            **{**variant.constants, **own},
         )  # fmt: skip
+        variant = catalog.finish(case.dim, case.codes)
+        blocks = catalog.finish_tiles(NUMBERS, rows, group) + extra
         launch(
-            attention.combine, (rows * case.heads,), parts, stats, self.sinks, rows * case.heads,
-            case.heads, case.shares, case.dim, y, D=tile, SUNK=case.sinks,
+            prompt_attention.finish, (case.kv_heads, blocks, -(-case.dim // 128)), *given, parts,
+            stats, self.sinks, *sizes, case.shares, int(case.sinks), y,
+            **{**variant.constants, **own},
         )  # fmt: skip
         return y
 
@@ -184,19 +182,20 @@ class Pass:
         new = slice(case.index, case.index + case.rows)
         keys[:, new] = self.rotated(self.k).transpose(1, 0, 2)
         values[:, new] = self.v.transpose(1, 0, 2)
-        q, seen, y = self.rotated(self.q), self.visible(), np.zeros(self.q.shape)
-        for head in range(case.heads):
-            own = head * case.kv_heads // case.heads
-            scores = q[:, head] @ keys[own, : new.stop].T / case.dim**0.5
-            if case.cap:
-                scores = case.cap * np.tanh(scores / case.cap)
-            scores[~seen] = -np.inf
-            sink = self.sinks[head] if case.sinks else -np.inf
-            top = np.maximum(scores.max(1, keepdims=True), sink)
-            weights = np.exp(scores - top)
-            y[:, head] = weights @ values[own, : new.stop]
-            y[:, head] /= weights.sum(1, keepdims=True) + np.exp(sink - top)
-        return y
+        q, group = self.rotated(self.q).transpose(1, 0, 2), case.heads // case.kv_heads
+        keys, values = (
+            np.pad(each[:, : new.stop].repeat(group, 0), ((0, 0), (0, 1), (0, 0)))
+            for each in (keys, values)
+        )
+        bias = np.where(self.visible(), 0.0, -np.inf)[None].repeat(case.heads, 0)
+        if case.cap:
+            scores = q @ keys[:, :-1].transpose(0, 2, 1) / case.dim**0.5
+            bias, q = bias + case.cap * np.tanh(scores / case.cap), np.zeros_like(q)
+        sinks = self.sinks[:, None, None] if case.sinks else np.array(-np.inf)
+        # A sink is a slot after the others, whose key and value are zeros.
+        bias = np.concatenate([bias, np.broadcast_to(sinks, (*bias.shape[:2], 1))], 2)
+        given = (torch.from_numpy(each) for each in (q, keys, values, bias))
+        return torch.nn.functional.scaled_dot_product_attention(*given).numpy().transpose(1, 0, 2)
 
 
 CASES = {
@@ -211,17 +210,21 @@ CASES = {
     "sinks": Case(5, 50, 4, 2, dim=16, sinks=True),
     "all": Case(6, 60, 4, 1, dim=256, window=30, cap=3.0, sinks=True),
     "rows' own angles": Case(6, 60, 4, 1, own_tables=True),
-    "a prompt": Case(129, 20, 2, 1, dim=128, capacity=160, shares=1),
+    "a prompt": Case(129, 20, 2, 1, dim=128, capacity=160),
+    "a prompt in windows": Case(130, 9, 1, 1, dim=80, capacity=160, window=10, cap=2.0),
+    "a prompt with sinks": Case(128, 30, 2, 1, capacity=160, window=16, sinks=True),
+    "a prompt of wide heads": Case(128, 5, 1, 1, dim=256, capacity=140, columns=131),
 }
-CODED = ("one token", "older tree slots", "all")
+PROMPTS = [name for name, case in CASES.items() if case.rows >= catalog.PROMPT_TOKENS]
+CODED = ("one token", "older tree slots", "all", "a prompt with sinks")
 RUNS = [(name, "fp16") for name in CASES] + [(n, c) for n in CODED for c in ("int8", "fp8")]
 
 
 def test_the_cases_have_every_kernel():
-    used = {CASES[name].attend().name for name, codes in RUNS if codes == "fp16"}
-    compiled = {each.name for each in catalog.variants(110)}
-    lone = {each for each in compiled if "-many0" in each and "fp16" in each}
-    assert used == {each for each in lone if "attend" in each}
+    """Of each tile, for few rows and for prompts."""
+    for few in (True, False):
+        cases = (case for name, case in CASES.items() if (name in PROMPTS) != few)
+        assert {catalog.tile(case.dim) for case in cases} == {*catalog.TILES}
 
 
 def by_reference(kernel, grid, *arguments, **constants) -> None:
@@ -240,6 +243,7 @@ def by_reference(kernel, grid, *arguments, **constants) -> None:
     "rows' own angles-fp16",
     "one token-int8",
     "one token-fp8",
+    "a prompt with sinks-fp16",
 )
 @pytest.mark.parametrize(("name", "codes"), RUNS)
 def test_attention_equals_float64(name, codes):
@@ -260,53 +264,55 @@ def test_attention_equals_float64(name, codes):
 
 
 def _image(rows: int) -> np.ndarray:
-    """A prompt's mask whose rows 4 to 19 are an image: they attend to each other."""
+    """A prompt's mask whose rows 20 to 59 are an image: they attend to each other."""
     mask = np.tri(rows, dtype=np.int8)
-    mask[4:20, 4:20] = 1
+    mask[20:60, 20:60] = 1
     return mask
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"),
+    "kind",
     [
-        ("text", 56),
-        ("image", 56),
-        ("many", 56),
-        ("text", 132),
-        pytest.param("many", 132, marks=pytest.mark.nightly),
+        "text",
+        "image",
+        "window",
+        pytest.param("many", marks=pytest.mark.nightly),
+        pytest.param("many images", marks=pytest.mark.nightly),
     ],
 )
-def test_no_block_after_the_last_visible_slot_is_read(monkeypatch, kind, rows):
-    """A prompt computes nothing above the diagonal; the values are those of the whole.
+def test_prompts_read_no_block_that_no_row_attends_to(monkeypatch, kind):
+    """Nothing above the diagonal, nothing before the window; the values are those of the whole.
 
-    From 128 rows on tiles have 64 rows, so keys are read a quarter as often. Programs without a
-    tile read nothing.
+    Tiles have 64 query rows, which two query heads share. Programs without a tile read nothing.
     """
-    heads = 2 if rows == 56 else 1  # the interpreter is slow
-    case, blocks, decode = Case(rows, 9, heads, 1, shares=1, capacity=160), [], cache.decode
-    monkeypatch.setattr(Pass, "surplus", 3 if rows >= catalog.PROMPT_TOKENS else 0)
-    one, tile = Pass(case), 64 if rows >= catalog.PROMPT_TOKENS else catalog.ROWS
-    one.tree[:] = _image(case.rows) if kind == "image" else np.tri(case.rows, dtype=np.int8)
-    seen, before, passes = one.visible(), one.cache.values(), [one]
-    given = SharedPass(passes, 0) if kind == "many" else one
+    case = Case(132, 9, 2, 1, shares=1, capacity=160, window=40 if kind == "window" else 0)
+    blocks, decode = [], cache.decode
+    monkeypatch.setattr(Pass, "surplus", 3)
+    one, steps = Pass(case), catalog.PROMPT_ROWS * case.kv_heads // case.heads
+    one.tree[:] = _image(case.rows) if "image" in kind else np.tri(case.rows, dtype=np.int8)
+    if case.window:
+        one.positions[:] = case.index + np.arange(case.rows)
+    seen, before = one.visible(), one.cache.values()
+    given = SharedPass([one], 0 if kind == "many" else -1) if "many" in kind else one
     monkeypatch.setattr(attention, "decode", lambda *each: (blocks.append(1), decode(*each))[1])
     y = given.run()[: case.rows]
     expected = one.expected(before)
     assert np.abs(y - expected).max() < TOLERANCE["fp16"] * np.abs(expected).max()
-    steps, live = tile * case.kv_heads // case.heads, case.index + case.rows
-    ends = [
-        int(part.any(0).nonzero()[0][-1]) + 1 for part in np.split(seen, range(steps, rows, steps))
-    ]
+    live = case.index + case.rows
+    found = [part.any(0).nonzero()[0] for part in np.split(seen, range(steps, case.rows, steps))]
+    wanted = [int(each[-1]) // BLOCK + 1 - int(each[0]) // BLOCK for each in found]
     # What lies less than a block before the end is read.
-    wanted = [-(-end // BLOCK) for end in ends]
-    most = [-(-(live if live - end < BLOCK else end) // BLOCK) for end in ends]
-    assert 2 * sum(wanted) <= len(blocks) <= 2 * sum(most) < 2 * len(ends) * -(-live // BLOCK)
+    most = [
+        -(-live // BLOCK) - int(each[0]) // BLOCK if live - each[-1] <= BLOCK else count
+        for each, count in zip(found, wanted, strict=True)
+    ]
+    assert 2 * sum(wanted) <= len(blocks) <= 2 * sum(most) < 2 * len(found) * -(-live // BLOCK)
 
 
 class SharedPass(Pass):
     """Passes of several sequences in one batch, with one cache for all, in their order."""
 
-    many = 8
+    many = catalog.SEQUENCES
 
     def __init__(self, passes: list[Pass], causal: int) -> None:
         """Join the passes; `causal` has no mask, and one row of padding is last."""
@@ -343,18 +349,25 @@ class SharedPass(Pass):
 
 # Rows of sequences that share a pass, rows before, columns of the mask; the last has none.
 MIXED = (2, 30, 3), (1, 9, 0), (9, 3, 0)
+PROMPTS_OF_BATCH = (129, 3, 0), (128, 9, 0)  # each a prompt alone, too
 
 
-@pytest.mark.each_change("fp16-kind0")
+@pytest.mark.each_change("fp16-kind0-sequences0")
 @pytest.mark.parametrize(
-    ("codes", "kind"),
-    [("fp16", {}), ("int8", {"window": 20, "dim": 128}), ("fp8", {"dim": 96, "cap": 2.0})],
+    ("codes", "kind", "sequences"),
+    [
+        ("fp16", {}, MIXED),
+        ("int8", {"window": 20, "dim": 128}, MIXED),
+        ("fp8", {"dim": 96, "cap": 2.0}, MIXED),
+        ("fp16", {"sinks": True, "capacity": 140}, PROMPTS_OF_BATCH),
+    ],
 )
-def test_attention_is_batch_invariant(codes, kind):
+def test_attention_is_batch_invariant(codes, kind, sequences):
     """So are the cached positions."""
+    given = {"codes": codes, "capacity": 64, "shares": 2, **kind}
     cases = [
-        Case(rows, at, 2, 1, columns=columns, codes=codes, seed=seed, capacity=64, shares=2, **kind)
-        for seed, (rows, at, columns) in enumerate(MIXED)
+        Case(count, at, 2, 1, columns=columns, seed=seed, **given)
+        for seed, (count, at, columns) in enumerate(sequences)
     ]
     alone, causal = [Pass(case) for case in cases], len(cases) - 1
     rows = cases[causal].rows
@@ -387,8 +400,10 @@ def test_quantization_equals_numpy(codes_name):
 
 def test_the_runtime_writes_tables_that_are_followed():
     assert cache.MAGIC.value == MAGIC
-    assert prompt_attention.PROMPT_TOKENS.value == catalog.PROMPT_TOKENS
+    assert attention.PROMPT_TOKENS.value == catalog.PROMPT_TOKENS == PARTIAL_ROWS
+    assert prompt_attention.MAX_SHARES.value == MOST_SHARES
     assert (catalog.SEQUENCES, cache.FIELDS.value) == SHAPE
+    assert attention.SEQUENCES.value == catalog.SEQUENCES
 
 
 def test_invalid_table_is_not_followed():

@@ -107,7 +107,7 @@ def test_a_driver_that_is_too_old():
 
 def test_a_kernel_that_was_not_compiled():
     of_fp8 = attend(64, "fp8")
-    with pytest.raises(EdgeLLMError, match=r"no kernel attend_tiles-.*-codesfp8-.* 8\.7") as caught:
+    with pytest.raises(EdgeLLMError, match=r"no kernel attend-.*-codesfp8 .* 8\.7") as caught:
         prebuilt.find(of_fp8, 87)
     assert "edgellm.scripts.ptx" in caught.value.hint
 
@@ -139,21 +139,21 @@ WIDE = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
 @pytest.mark.parametrize(
     ("said", "text", "shared", "spilled"),
     [
-        ("8 bytes of registers are spilled", WIDE * 48, 0, 8),
-        ("49153 bytes of shared memory", WIDE * 48, 49153, 0),
-        ("a path is in the text", WIDE * 48 + '.file 1 "/home/a.py"\n', 0, 0),
-        ("wgmma in the text", WIDE * 48 + "wgmma.mma_async;\n", 0, 0),
-        ("a thread copies 752 bytes 16 at a time, not 768", WIDE * 47, 0, 0),
+        ("8 bytes of registers are spilled", WIDE * 16, 0, 8),
+        ("49153 bytes of shared memory", WIDE * 16, 49153, 0),
+        ("a path is in the text", WIDE * 16 + '.file 1 "/home/a.py"\n', 0, 0),
+        ("wgmma in the text", WIDE * 16 + "wgmma.mma_async;\n", 0, 0),
+        ("a thread copies 240 bytes 16 at a time, not 256", WIDE * 15, 0, 0),
     ],
 )
 def test_the_gates_can_fail(said, text, shared, spilled):
-    ptx = Ptx(entry="attend_tiles", text=text, version=85, target="sm_87", shared_bytes=shared)
+    ptx = Ptx(entry="attend", text=text, version=85, target="sm_87", shared_bytes=shared)
     variant = attend(128, "fp16")
     assert faults(variant, ptx, Assembled(64, spilled)) == [said]
     assert (
         faults(
             variant,
-            Ptx(entry="attend_tiles", text=WIDE * 48, version=85, target="sm_87", shared_bytes=0),
+            Ptx(entry="attend", text=WIDE * 16, version=85, target="sm_87", shared_bytes=0),
             Assembled(64, 0),
         )
         == []

@@ -17,12 +17,12 @@ from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 
 NAMESPACE = "edgellm"  # of the plugins
-STORE_ROWS, ATTEND, COMBINE = "store_rows", "attend", "combine"
+STORE_ROWS, ATTEND, FINISH = "store_rows", "attend", "finish"
 # The one attribute of a node, JSON. `tensorrt.plugin` cannot read numbers with NumPy 2.4 or newer.
 GIVEN = "given"
-# Rows of partial sums at least: few queries share the context among as many programs as fit. So
-# the memory for sums grows with the rows of a pass and never shrinks.
-PARTIAL_ROWS, MOST_SHARES = 128, 16
+# Rows of partial sums: few queries share the context among as many programs as fit. Prompts have
+# no partial sums.
+PARTIAL_ROWS, MOST_SHARES = catalog.PROMPT_TOKENS, 16
 Size = Any  # an int, or an expression of `tensorrt.plugin`
 Shapes = Mapping[str, Sequence[Size]]  # of the inputs, by name
 Given = Mapping[str, Any]  # what the node says of its layer
@@ -48,7 +48,7 @@ class Plugin:
     launch: Callable[[Any, Shapes, Given], Launch]
 
 
-def _rotated(_op: Any, of: Shapes, _given: Given) -> tuple[tuple[str, tuple[Size, ...]], ...]:
+def _of_queries(_op: Any, of: Shapes, _given: Given) -> tuple[tuple[str, tuple[Size, ...]], ...]:
     return (("float16", tuple(of["q"])),)
 
 
@@ -61,51 +61,49 @@ def _store(_op: Any, of: Shapes, given: Given) -> Launch:
     )
 
 
-def _partial_rows(op: Any, rows: Size) -> Size:
-    return op.max(rows, PARTIAL_ROWS)
-
-
 def _shares(op: Any, rows: Size) -> Size:
     """Programs that share the context of a query."""
-    return op.min(_partial_rows(op, rows) // rows, MOST_SHARES)
+    return op.min(op.max(rows, PARTIAL_ROWS) // rows, MOST_SHARES)
 
 
-def _partial(op: Any, of: Shapes, given: Given) -> tuple[tuple[str, tuple[Size, ...]], ...]:
+def _partial(_op: Any, _of: Shapes, given: Given) -> tuple[tuple[str, tuple[Size, ...]], ...]:
     """Sums, and of each the largest score and the weight, with room for all shares of the rows."""
-    rows, heads = of["q"][1], given["heads"]
-    parts = (_partial_rows(op, rows), heads, given["head_dim"])
-    return (("float32", parts), ("float32", (rows, MOST_SHARES, heads, 2)))
+    heads, size = given["heads"], given["head_dim"]
+    return (
+        ("float32", (PARTIAL_ROWS, heads, size)),
+        ("float32", (PARTIAL_ROWS, heads, 2)),
+    )
 
 
 def _attend(op: Any, of: Shapes, given: Given) -> Launch:
-    rows, kv_heads = of["q"][1], given["kv_heads"]
-    group, size = given["heads"] // kv_heads, given["head_dim"]
-    window, cap = given["window"], given["cap_bits"]
-    variant = catalog.attend(
-        size,
-        given["codes"],
-        windowed=bool(window),
-        capped=bool(cap),
-        many="sequences" in given,
+    return Launch(
+        catalog.attend(given["head_dim"], given["codes"]),
+        (given["kv_heads"], _tiles(catalog.attend_tiles, op, of, given), _shares(op, of["q"][1])),
+        _sizes(of, given),
     )
-    blocks = catalog.attend_tiles(op, variant, rows, group)
-    if "sequences" in given:
-        blocks = blocks + given["sequences"]  # of which each may have a block that is not full
+
+
+def _tiles(tiles: Callable[[Any, Size, int], Size], op: Any, of: Shapes, given: Given) -> Size:
+    """Tiles of a kernel; each sequence of a batch may have one that is not full."""
+    count = tiles(op, of["q"][1], given["heads"] // given["kv_heads"])
+    return count + given.get("sequences", 0)
+
+
+def _sizes(of: Shapes, given: Given) -> tuple[Size, ...]:
+    """The arguments that `attend` and `finish` share."""
+    group = given["heads"] // given["kv_heads"]
+    rules = given["window"], given["cap_bits"], given.get("sequences", 0)
+    return (given["layer"], of["q"][1], of["tree"][1], group, *rules, given["head_dim"])
+
+
+def _finish(op: Any, of: Shapes, given: Given) -> Launch:
+    variant = catalog.finish(given["head_dim"], given["codes"])
+    parts = int(variant.constants["D"]) // int(variant.constants["OUT"])
     return Launch(
         variant,
-        (kv_heads, blocks, _shares(op, rows)),
-        (given["layer"], rows, of["tree"][1], group, window, cap, size),
+        (given["kv_heads"], _tiles(catalog.finish_tiles, op, of, given), parts),
+        (*_sizes(of, given), _shares(op, of["q"][1]), given["sunk"]),
     )
-
-
-def _joined(_op: Any, of: Shapes, given: Given) -> tuple[tuple[str, tuple[Size, ...]], ...]:
-    return (("float16", (1, of["stats"][0], given["heads"] * given["head_dim"])),)
-
-
-def _combine(op: Any, of: Shapes, given: Given) -> Launch:
-    rows, heads, size = of["stats"][0], given["heads"], given["head_dim"]
-    variant = catalog.combine(size, sunk=bool(given["sunk"]))
-    return Launch(variant, (rows * heads, 1, 1), (rows * heads, heads, _shares(op, rows), size))
 
 
 PLUGINS = (
@@ -113,7 +111,7 @@ PLUGINS = (
         name=STORE_ROWS,
         inputs=("q", "k", "v", "cos", "sin", "positions", "write_index", "table"),
         num_outputs=1,
-        outputs=_rotated,
+        outputs=_of_queries,
         launch=_store,
     ),
     Plugin(
@@ -124,10 +122,10 @@ PLUGINS = (
         launch=_attend,
     ),
     Plugin(
-        name=COMBINE,
-        inputs=("parts", "stats", "sinks"),
+        name=FINISH,
+        inputs=("q", "tree", "positions", "write_index", "table", "parts", "stats", "sinks"),
         num_outputs=1,
-        outputs=_joined,
-        launch=_combine,
+        outputs=_of_queries,
+        launch=_finish,
     ),
 )
