@@ -258,8 +258,10 @@ def test_an_int4_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypat
     ).logits.copy()
     found = np.concatenate([*found, tree[1:]])
     error = np.abs(found - expected)
-    assert np.median(error) < 1e-3  # a half may round the other way, too
-    assert np.quantile(error, 0.99) < 5e-2  # a code may fall the other way
+    # Codes and halves may round the other way: noise of 1e-6 in the queries, keys and values of the
+    # reference changes its own logits by as much.
+    assert np.median(error) < 1e-3
+    assert np.quantile(error, 0.99) < 5e-2
     session.kv.compact(600, np.array([1, 2, 3]))
     again = session.run(ids[603:], 603, np.array([0])).logits[0].copy()
     np.testing.assert_array_equal(again, tree[4])
