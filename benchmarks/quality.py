@@ -1,7 +1,8 @@
 """Quality of each precision: KL divergence, perplexity, changed greedy outputs.
 
     pip install -e '.[dev]' -r benchmarks/requirements.txt
-    python benchmarks/quality.py --off_grid --windows 2 --draft
+    python benchmarks/quality.py quality --off_grid --windows 2 --draft
+    python benchmarks/quality.py caches --window 2048 --windows 2
 
 Perplexity, KL divergence, top-1 agreement and changed greedy outputs, measured as in the
 quantizer's report (`quantize/metrics/divergence.py`); with `--draft` also acceptance lengths of the
@@ -13,6 +14,8 @@ quantized as on GPUs. Megabytes are those of a bundle (of the engine if the buil
 file or genai's model. The weights of the file are on a 4-bit grid (`--off_grid`:
 `harness/models/off_grid.py`), and a model of 135 M parameters loses more by quantization than one
 of 8 B: compare rows, but do not transfer figures to other models.
+
+`caches` compares types of the KV cache under float32 weights with float16, in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 import torch
 from harness import command, prompts
 from harness.models import checkpoints, off_grid
-from harness.models.engines import EAGLE3, open_engine
+from harness.models.engines import EAGLE3, open_engine, plain_engine, plan_of
 from harness.models.quantized import (
     LLAMA_CPP,
     OFF_GRID,
@@ -329,7 +332,27 @@ def _answer(model: LLM, question: str, tokens: int) -> RequestOutput:
     return answer
 
 
-MODES = {"quality": show_quality}
+def show_caches(given: argparse.Namespace, report: Report) -> None:
+    """Compare types of the KV cache with float16."""
+    windows = _windows(given)
+    references: list[np.ndarray] = []
+    rows = []
+    for cache in ("float16", "int4"):
+        plan = plan_of(given.threads, "none", "edgellm", kv_capacity=given.window + PIECE)
+        name = f"fp32-{cache}-{given.threads}-{given.window}"
+        folder = checkpoints.smollm2_folder(given.work, "fp32")
+        engine = plain_engine(folder, name, replace(plan, kv_cache=cache))
+        quality = measure(edgellm(engine), windows, references)
+        kinds = quality.kinds.values()
+        ratios = [each.perplexity_quantized / each.perplexity_float for each in (quality, *kinds)]
+        agreement = f"{quality.top1_agreement * 100:.1f} %"
+        shown = *(f"{ratio:.4f}" for ratio in ratios), f"{quality.kl_divergence:.4f}", agreement
+        rows.append([cache, str(given.window), *shown])
+    heads = ["KV cache", "tokens of a window", "perplexity", *quality.kinds, "KL", "top-1"]
+    report.add("quality-caches", heads, rows)
+
+
+MODES = {"quality": show_quality, "caches": show_caches}
 
 
 def main() -> None:
