@@ -145,7 +145,7 @@ def _run(model: Any, ids: I64) -> tuple[F32, list[F32]]:
     given = {argument: cache, "use_cache": True}
     logits = model(torch.from_numpy(ids)[None], **given).logits[0].float().numpy()
     pairs = [(getattr(each, "keys", None), getattr(each, "values", None)) for each in cache.layers]
-    held = [pair for pair in pairs if pair[0] is not None and pair[0].numel()]
+    held = [(k, v) for k, v in pairs if k is not None and v is not None and k.numel()]
     return logits, [torch.cat(pair).float().numpy() for pair in held]
 
 

@@ -64,6 +64,7 @@ class Fork:
         self.pid = int(self._ended.readline())
         self.returncode: int | None = None
         self.peak_bytes = 0
+        self._printed = "", ""
 
     def poll(self) -> int | None:
         """The exit code; None while the command runs."""
@@ -91,13 +92,14 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; return what is left of stdout, and stderr."""
+        """Wait for the end; return what is left of stdout, and stderr; again the same."""
         self.wait(timeout)
-        printed = self.stdout.read()
-        self.stdout.close()
-        errors = (self._texts / "stderr").read_text("utf-8", errors="replace")
-        shutil.rmtree(self._texts)
-        return printed, errors
+        if not self.stdout.closed:
+            errors = (self._texts / "stderr").read_text("utf-8", errors="replace")
+            self._printed = self.stdout.read(), errors
+            self.stdout.close()
+            shutil.rmtree(self._texts)
+        return self._printed
 
 
 class Forker:

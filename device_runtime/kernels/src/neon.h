@@ -22,6 +22,11 @@ struct Neon : Registers<16> {
   static Bytes decode(Bytes codes) {
     return kFp4 ? Bytes(vqtbl1q_u8(vld1q_u8(kFp4Codes), uint8x16_t(codes))) : codes;
   }
+  // Sums with 4 codes of each channel and 4 of a row; `add8`: of codes that are not signed yet.
+  static Ints add4(Ints sum, Bytes codes, Bytes x) {
+    return Ints(vdotq_s32(int32x4_t(sum), int8x16_t(codes), int8x16_t(x)));
+  }
+  static Ints add8(Ints sum, Bytes codes, Bytes x) { return add4(sum, codes ^ 128, x); }
   static Ints to_ints(Halves h) { return Ints(vmovl_u16(uint16x4_t(h))); }
   static void load_bytes(const void* p, Halves* x) {
     const int8x16_t bytes = vld1q_s8(static_cast<const int8_t*>(p));

@@ -114,7 +114,7 @@ def test_three_nodes_compute_attention():
     tree = np.tri(ROWS, dtype=np.int8)
     (turned,) = machine.run(names[0], q, k, v, one, 0 * one, positions, at, table)
     parts, stats = machine.run(names[1], turned, tree, positions, at, table)
-    (y,) = machine.run(names[2], parts, stats, stats)
+    (y,) = machine.run(names[2], turned, tree, positions, at, table, parts, stats, stats)
     keys, values = cache[:, :, : LIVE + ROWS].astype(np.float64)
     np.testing.assert_array_equal(keys[:, LIVE:], k.reshape(ROWS, KV_HEADS, SIZE).swapaxes(0, 1))
     queries = q.reshape(ROWS, KV_HEADS, -1, SIZE).astype(np.float64)
