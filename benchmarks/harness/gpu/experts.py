@@ -88,7 +88,7 @@ class _Layer(LayerCheck):
     def _fill(self, random: np.random.Generator) -> None:
         host, sizes = self._packed.arrays, self._sizes
         host["x"][:] = random.standard_normal(host["x"].shape)
-        for row in host["logits"]:  # of which none are nearly equal
+        for row in host["logits"]:  # no two are nearly equal
             row[:] = random.permutation(sizes.experts) * (4 / sizes.experts)
         at, addresses = self._packed.addresses, []
         for name in _PROJECTIONS:

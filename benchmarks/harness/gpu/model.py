@@ -18,7 +18,7 @@ from pathlib import Path
 from edgellm.build.verify_tree_size import GPUS, INT4_BITS, LARGEST
 from edgellm.device_runtime.kernels.triton.catalog import PROMPT_TOKENS
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
-    MOST_SHARES,
+    MAX_SHARES,
     PARTIAL_ROWS,
 )
 from harness.gpu.published import LLAMA_8B, Shape
@@ -164,7 +164,7 @@ def base_pass(case: Case, tokens: int) -> Pass:
     few_and_many, outside = LAUNCHES[precision]
     # Without edgellm's kernels a copy of the KV cache is written and read; edgellm's kernels write
     # and read partial sums of the context instead, except in prompts.
-    shared = min(MOST_SHARES, PARTIAL_ROWS // tokens) * tokens if tokens < PROMPT_TOKENS else 0
+    shared = min(MAX_SHARES, PARTIAL_ROWS // tokens) * tokens if tokens < PROMPT_TOKENS else 0
     sums = shape.caches * shared * shape.width * 4
     cached = 3 * case.capacity if way.attends_capacity else case.context
     return Pass(

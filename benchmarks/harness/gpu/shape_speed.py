@@ -1,4 +1,4 @@
-"""Speed of a random model in INT4: decoding beside the memory's bandwidth, energy, clocks, heat."""
+"""Speed of a random model in INT4, with the memory's bandwidth, energy, clocks and temperatures."""
 
 from __future__ import annotations
 

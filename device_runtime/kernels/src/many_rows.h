@@ -10,7 +10,7 @@ namespace edgellm {
 namespace {
 
 constexpr int kManyRows = 24;
-constexpr int kUnpackedInputs = 2 * kSpan;  // so many codes of a group stay in the first cache
+constexpr int kUnpackedInputs = 2 * kSpan;  // whose codes of a group stay in the first cache
 constexpr int kPanelRows = 128;
 
 // The codes of some inputs of a group as bytes, [strip][inputs / 4][16 channels][4], and their blocks' factors.

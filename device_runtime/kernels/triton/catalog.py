@@ -254,12 +254,12 @@ def delta_rows(*, takes: bool) -> Variant:
 
 
 def has_route_rows(experts: int, top_k: int) -> bool:
-    """Whether `route_rows` chooses `top_k` of so many experts."""
+    """Whether `route_rows` supports this number of experts, and `top_k` of them for a row."""
     return 0 < top_k <= min(experts, CHOSEN_EXPERTS) and experts <= ROUTED_EXPERTS[-1]
 
 
 def route_rows(experts: int) -> Variant:
-    """`route_rows` for a layer of so many experts."""
+    """`route_rows` for a layer with this number of experts."""
     maximum = next(each for each in ROUTED_EXPERTS if each >= experts)
     constants = {"EXPERTS": maximum, "CHOSEN": CHOSEN_EXPERTS}
     return Variant(kernel=KERNELS["route_rows"], constants=constants, warps=1)

@@ -1,4 +1,4 @@
-"""Logits, keys and values of a tiny engine, beside those that transformers gave for its weights."""
+"""Logits, keys and values of a tiny engine, compared with those of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captions of pictures by a vision-language engine, beside those of transformers."""
+"""Captions of pictures by a vision-language engine, compared with those of transformers."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from edgellm.device_runtime.kernels.triton import (
 )
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import (
-    MOST_SHARES,
+    MAX_SHARES,
     PARTIAL_ROWS,
 )
 from edgellm.device_runtime.runners.tensorrt.ragged_batch import SHAPE
@@ -401,7 +401,7 @@ def test_quantization_equals_numpy(codes_name):
 def test_the_runtime_writes_tables_that_are_followed():
     assert cache.MAGIC.value == MAGIC
     assert attention.PROMPT_TOKENS.value == catalog.PROMPT_TOKENS == PARTIAL_ROWS
-    assert prompt_attention.MAX_SHARES.value == MOST_SHARES
+    assert prompt_attention.MAX_SHARES.value == MAX_SHARES
     assert (catalog.SEQUENCES, cache.FIELDS.value) == SHAPE
     assert attention.SEQUENCES.value == catalog.SEQUENCES
 

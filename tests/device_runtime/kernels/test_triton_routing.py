@@ -95,8 +95,7 @@ def expected_routing(
         else:
             rows, (_, shares, ids) = seen[0]
             logits = torch.nn.functional.linear(rows.reshape(ROWS, -1), router.weight)
-    flat = lambda each: each.reshape(ROWS, -1).numpy()  # noqa: E731
-    return flat(logits), flat(ids), flat(shares)
+    return tuple(each.reshape(ROWS, -1).numpy() for each in (logits, ids, shares))
 
 
 def by_expert(ids: np.ndarray, shares: np.ndarray, experts: int) -> np.ndarray:

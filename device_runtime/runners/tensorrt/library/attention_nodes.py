@@ -22,7 +22,7 @@ STORE_ROWS, ATTEND, FINISH = "store_rows", "attend", "finish"
 GIVEN = "given"
 # Rows of partial sums: few queries share the context among as many programs as fit. Prompts have
 # no partial sums.
-PARTIAL_ROWS, MOST_SHARES = catalog.PROMPT_TOKENS, 16
+PARTIAL_ROWS, MAX_SHARES = catalog.PROMPT_TOKENS, 16
 Size = Any  # an int, or an expression of `tensorrt.plugin`
 Shapes = Mapping[str, Sequence[Size]]  # of the inputs, by name
 Given = Mapping[str, Any]  # what the node says of its layer
@@ -63,7 +63,7 @@ def _store(_op: Any, of: Shapes, given: Given) -> Launch:
 
 def _shares(op: Any, rows: Size) -> Size:
     """Programs that share the context of a query."""
-    return op.min(op.max(rows, PARTIAL_ROWS) // rows, MOST_SHARES)
+    return op.min(op.max(rows, PARTIAL_ROWS) // rows, MAX_SHARES)
 
 
 def _partial(_op: Any, _of: Shapes, given: Given) -> tuple[tuple[str, tuple[Size, ...]], ...]:
