@@ -3,6 +3,7 @@
     python benchmarks/gpu.py decode ENGINE [--json FILE]
     python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
     python benchmarks/gpu.py kernels             # attention, recurrent, experts: against numpy
+    python benchmarks/gpu.py attention --contexts 1024 32768 --torch    # times by context
     python benchmarks/gpu.py clock               # bandwidth of the memory
     python benchmarks/gpu.py shape 1b            # random weights: speed, energy, clocks, heat
     python benchmarks/gpu.py model               # predicted speeds beside published ones
@@ -233,10 +234,13 @@ def show_kernels(options: argparse.Namespace) -> None:
 
 
 def show_attention(options: argparse.Namespace) -> None:
-    """Check the attention kernels against numpy; print their times."""
-    from harness.gpu.attention import Sizes, check_attention
+    """Check the attention kernels against numpy; print their times, also by context."""
+    from harness.gpu.attention import Sizes, check_attention, time_contexts
 
     device, sm = open_gpu(fake=options.quick)
+    if options.contexts:
+        _show_figures(time_contexts(device, sm, options.contexts, with_torch=options.torch))
+        return
     _show_figures(check_attention(device, sm, Sizes.small() if options.quick else Sizes()))
 
 
@@ -330,6 +334,10 @@ def _parser() -> argparse.ArgumentParser:
         found[name] = modes.add_parser(name, help=(show.__doc__ or "").partition("\n")[0])
     for name in QUICK:
         found[name].add_argument("--quick", action="store_true", help="a fake GPU and small sizes")
+    found["attention"].add_argument(
+        "--contexts", type=int, nargs="*", help="only take times, with these live tokens"
+    )
+    found["attention"].add_argument("--torch", action="store_true", help="also torch's times")
     for name in ("decode", "rounds"):
         found[name].add_argument("engine", type=Path)
         add_run_flags(found[name])

@@ -68,7 +68,6 @@ def test_requested_kernels_are_supported(monkeypatch):
 
     runs = {name: interpret(name) for name in ROUNDS}
     monkeypatch.setattr(fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, **runs})
-    monkeypatch.setattr(kernels, "_REPEATS", 1)
     check_kernels(FakeDevice(), 300)
 
 

@@ -195,8 +195,8 @@ def _attended(q, cache, kept, seen, cap_bits):
     x = (q.astype(np.float32) * np.float32(np.log2(np.e) / size**0.5)).astype(np.float16)
     keys, key_scales = cache.values(0, kept)
     values, value_scales = cache.values(1, kept)
-    scores = np.einsum("rhgd,hld->hrgl", x.astype(np.float64), keys)
-    scores = scores.reshape(kv_heads, rows * group, -1) * key_scales
+    x = x.astype(np.float64).transpose(1, 0, 2, 3).reshape(kv_heads, rows * group, size)
+    scores = (x @ keys.transpose(0, 2, 1)) * key_scales
     if cap := np.array(cap_bits, np.int32).view(np.float32):
         cap = cap * np.float64(np.log2(np.e))
         scores = cap * np.tanh(scores / cap)

@@ -1,4 +1,4 @@
-"""Mixtures of experts as the GPU kernels compute them, in NumPy: pair by pair, in float64.
+"""Mixtures of experts as the GPU kernels compute them, in NumPy: expert by expert, in float64.
 
 Weights are found by their table; `constants["memory"]` is as in `attention_references`.
 """
@@ -43,17 +43,18 @@ def _matrix(table, layer, projection, expert, sizes, constants):
     return values * factors[0] + factors[1], bias
 
 
-def _product(x, matrix):
+def _products(rows, matrix):
     weights, biases = matrix
-    return weights.astype(np.float64) @ x.astype(np.float64) + biases
+    return rows.astype(np.float64) @ weights.astype(np.float64).T + biases
 
 
-def _pairs(table, order, begins, constants):
-    """Place, pair and expert of all pairs; none if the table is invalid."""
+def _chosen(table, order, begins, constants):
+    """Places, pairs and number of each expert that a row has chosen; none if the table is invalid."""
     count, magic = table[:_HEADER].tolist()
     for expert in range(constants["grid"][0] if count ^ _MAGIC == magic else 0):
-        for place in range(begins[expert], begins[expert + 1]):
-            yield place, int(order[place]), expert
+        places = slice(begins[expert], begins[expert + 1])
+        if places.start < places.stop:
+            yield places, order[places], expert
 
 
 def route_rows(logits, offsets, bias, factors, experts, top_k, *facts_and_outputs, constants):
@@ -96,24 +97,27 @@ def expert_gates(
     assert constants["grid"][1] * constants["OUT"] >= inner
     alpha, limit, offset, cubic = np.array(bits, np.int32).view(np.float32).astype(np.float64)
     sizes = hidden, inner, block
-    for place, pair, expert in _pairs(table, order, begins, constants):
-        row = x[pair // top_k * hidden :][:hidden]
+    out = y[: y.size // inner * inner].reshape(-1, inner)
+    rows = x[: x.size // hidden * hidden].reshape(-1, hidden)
+    for places, pairs, expert in _chosen(table, order, begins, constants):
         gate, up = (
-            _product(row, _matrix(table, layer, at, expert, sizes, constants)) for at in range(2)
+            _products(rows[pairs // top_k], _matrix(table, layer, at, expert, sizes, constants))
+            for at in range(2)
         )
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         with np.errstate(over="ignore"):
             gate = gate / (1 + np.exp(-gate * (alpha + cubic * gate**2)))
-        y[place * inner : (place + 1) * inner] = gate * (up + offset)
+        out[places] = gate * (up + offset)
 
 
 def expert_downs(x, shares, order, begins, table, layer, hidden, inner, block, y, *, constants):
     assert constants["grid"][1] * constants["OUT"] >= hidden
     sizes = inner, hidden, block
-    for place, pair, expert in _pairs(table, order, begins, constants):
-        row = x[place * inner :][:inner]
-        found = _product(row, _matrix(table, layer, 2, expert, sizes, constants))
-        y[pair * hidden : (pair + 1) * hidden] = found * float(shares[pair])
+    out = y[: y.size // hidden * hidden].reshape(-1, hidden)
+    rows = x[: x.size // inner * inner].reshape(-1, inner)
+    for places, pairs, expert in _chosen(table, order, begins, constants):
+        found = _products(rows[places], _matrix(table, layer, 2, expert, sizes, constants))
+        out[pairs] = found * shares[pairs, None].astype(np.float64)
 
 
 def sum_experts(parts, hidden, top_k, y, *, constants):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,14 @@ from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, Variant
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import MAGIC
-from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import PLUGINS, Launch
+from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import PLUGINS, Launch, Plugin
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, Packed, packed_bytes
+from harness.gpu.device import seconds_of
 
 _NUMBERS = SimpleNamespace(max=max, min=min, cdiv=lambda a, b: -(-a // b))
-_REPEATS = 10
+_ROWS, _TORCH_REPEATS = (1, 8, 16, 60), 20
+_INPUTS = {"sinks": "stats", "q_out": "turned"}
+_OUTPUTS = {"store_rows": ("turned",), "attend": ("parts", "stats"), "finish": ("y",)}
 _TOLERANCE = 4e-3  # both read the same quantized values
 
 
@@ -58,6 +62,62 @@ def check_attention(device: Device, sm: int, sizes: Sizes | None = None) -> dict
             rate = layer.cache_bytes / found[f"{reads}_{codes}_{rows}_us"] / 1e3
             found[f"{reads}_{codes}_{rows}_gb_per_s"] = rate
     return found
+
+
+def time_contexts(
+    device: Device, sm: int, contexts: Sequence[int], *, with_torch: bool = False
+) -> dict[str, float]:
+    """Return microseconds of `attend` and GB/s of KV cache by codes, rows and context.
+
+    The capacity is that of the longest context: times follow the live tokens alone. `with_torch`
+    adds the times of torch's scaled dot-product attention in float16.
+    """
+    found: dict[str, float] = {}
+    for codes in ("fp16", "int8"):
+        for rows in _ROWS:
+            for context in contexts:
+                sizes = Sizes(capacity=max(contexts), live=context - rows)
+                layer, case = _Layer(device, sizes, sm, codes, rows), f"{codes}_{rows}_{context}"
+                seconds = layer.time("attend") + layer.time("finish")
+                found[f"attend_{case}_us"] = seconds * 1e6
+                found[f"attend_{case}_gb_per_s"] = layer.cache_bytes / seconds / 1e9
+    if with_torch:
+        for rows in _ROWS:
+            for context in contexts:
+                seconds = _seconds_of_torch(Sizes(), rows, context)
+                found[f"torch_fp16_{rows}_{context}_us"] = seconds * 1e6
+    return found
+
+
+def _seconds_of_torch(sizes: Sizes, rows: int, context: int) -> float:
+    """Return the seconds of torch's attention in a CUDA graph; the last `rows` are queries."""
+    import torch
+
+    def numbers(heads: int, count: int) -> torch.Tensor:
+        shape = (1, heads, count, sizes.head_dim)
+        return torch.randn(shape, dtype=torch.float16, device="cuda")
+
+    q = numbers(sizes.heads, rows)
+    k, v = (numbers(sizes.kv_heads, context) for _ in range(2))
+    seen = torch.ones(rows, context, dtype=torch.bool, device="cuda").tril(context - rows)
+
+    def attend() -> None:
+        for _ in range(_TORCH_REPEATS):
+            mask = seen if rows > 1 else None
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    found = []
+    for _ in range(3):
+        start = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found) / _TORCH_REPEATS
 
 
 class _Layer:
@@ -140,19 +200,10 @@ class _Layer:
         expected = {name: each.copy() for name, each in self._packed.arrays.items()}
         self._block.upload(self._packed)
         seconds = {}
-        names = {"sinks": "stats", "q_out": "turned"}
-        after = {"store_rows": ("turned",), "attend": ("parts", "stats"), "finish": ("y",)}
         for plugin in PLUGINS:
-            inputs = [names.get(name, name) for name in plugin.inputs]
-            if plugin.name != "store_rows":
-                inputs[0] = "turned"
-            arrays = self._packed.arrays
-            shapes = {
-                key: arrays[name].shape for key, name in zip(plugin.inputs, inputs, strict=True)
-            }
-            launch = plugin.launch(_NUMBERS, shapes, self._given)
-            seconds[plugin.name] = self._launch(launch, inputs, after[plugin.name])
-            self._compute(plugin.name, launch, inputs, after[plugin.name], expected)
+            launch, inputs = self._plan(plugin)
+            seconds[plugin.name] = self._launch(launch, inputs, _OUTPUTS[plugin.name])
+            self._compute(plugin.name, launch, inputs, _OUTPUTS[plugin.name], expected)
         seconds["keep_rows"] = self._keep(expected)
         self._block.download(self._packed)
         self._device.synchronize()
@@ -166,6 +217,22 @@ class _Layer:
             )
         return seconds
 
+    def time(self, name: str) -> float:
+        """Return the seconds of one kernel, whose results are not checked."""
+        self._block.upload(self._packed)
+        plugin = next(each for each in PLUGINS if each.name == name)
+        launch, inputs = self._plan(plugin)
+        return self._launch(launch, inputs, _OUTPUTS[name])
+
+    def _plan(self, plugin: Plugin) -> tuple[Launch, list[str]]:
+        """Return a plugin's launch, and the tensors that are its inputs."""
+        inputs = [_INPUTS.get(name, name) for name in plugin.inputs]
+        if plugin.name != "store_rows":
+            inputs[0] = "turned"
+        arrays = self._packed.arrays
+        shapes = {key: arrays[name].shape for key, name in zip(plugin.inputs, inputs, strict=True)}
+        return plugin.launch(_NUMBERS, shapes, self._given), inputs
+
     def _launch(self, launch: Launch, inputs: list[str], outputs: tuple[str, ...]) -> float:
         at = self._packed.addresses
         arguments = [at[name] for name in inputs]
@@ -173,13 +240,7 @@ class _Layer:
         return self._timed(launch.variant, launch.grid, arguments)
 
     def _timed(self, variant: Variant, grid: tuple[int, int, int], arguments: list[int]) -> float:
-        self._device.launch(variant, grid, arguments)
-        self._device.synchronize()
-        start = time.perf_counter()
-        for _ in range(_REPEATS):
-            self._device.launch(variant, grid, arguments)
-        self._device.synchronize()
-        return (time.perf_counter() - start) / _REPEATS
+        return seconds_of(self._device, lambda: self._device.launch(variant, grid, arguments))
 
     def _compute(
         self,

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from edgellm.device_runtime.gpu import compute_capability
+from edgellm.device_runtime.runners.tensorrt.cuda.driver import CudaDevice, open_device
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
+
+_REPEATS, _REPLAYS = 20, 3
 
 
 def open_gpu(*, fake: bool) -> tuple[Device, int]:
@@ -13,8 +19,29 @@ def open_gpu(*, fake: bool) -> tuple[Device, int]:
 
         device = FakeDevice()
         return device, device.sm
-    from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
-
     capability = compute_capability()
     assert capability is not None, "there is no NVIDIA GPU here"
     return open_device(), capability
+
+
+def seconds_of(device: Device, launch: Callable[[], None]) -> float:
+    """Return the seconds of a launch: the host times replays of a graph of launches.
+
+    Launches one by one would be timed with what they cost the host. A fake GPU launches once.
+    """
+    is_real = isinstance(device, CudaDevice)
+    repeats, replays = (_REPEATS, _REPLAYS) if is_real else (1, 1)
+
+    def launches() -> None:
+        for _ in range(repeats):
+            launch()
+
+    launch()  # a kernel is loaded at its first launch, which no graph may record
+    device.synchronize()
+    replay, found = device.capture(launches), []
+    for _ in range(replays):
+        start = time.perf_counter()
+        replay()
+        device.synchronize()
+        found.append(time.perf_counter() - start)
+    return min(found) / repeats

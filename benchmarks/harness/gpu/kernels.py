@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,11 @@ from kernel_references import FIELDS, REFERENCES
 from edgellm.device_runtime.kernels.triton import catalog
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, Device
+from harness.gpu.device import seconds_of
 
 _TOP_K, _LEVELS, _NODES = 10, 3, 60
 _POOL = 1 + _TOP_K + (_LEVELS - 1) * _TOP_K**2
 _SEVERAL = 1, 2, 4  # sequences of a batch
-_REPEATS = 10
 
 
 def check_kernels(device: Device, vocab_size: int = 128256) -> dict[str, float]:
@@ -179,9 +178,5 @@ def _run(
     expected = [each for each in copies if isinstance(each, np.ndarray)]
     for one, other in zip(left, expected, strict=True):
         np.testing.assert_allclose(one.reshape(-1), other, rtol=1e-5, err_msg=name)
-    start = time.perf_counter()
-    for _ in range(_REPEATS):
-        device.launch(kernel, grid, given)
-    device.synchronize()
-    times[name] = (time.perf_counter() - start) / _REPEATS * 1e6
+    times[name] = seconds_of(device, lambda: device.launch(kernel, grid, given)) * 1e6
     return left

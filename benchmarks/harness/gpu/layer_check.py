@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +12,8 @@ from kernel_references import REFERENCES
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
 from edgellm.device_runtime.runners.tensorrt.packed_buffers import Block, packed_bytes
+from harness.gpu.device import seconds_of
 
-_REPEATS = 10
 _TOLERANCE = 5e-3  # of the largest number: the kernels round to float16
 
 Call = tuple[Variant, tuple[int, int, int], list[str | int]]  # arguments by name, or numbers
@@ -78,11 +77,7 @@ class LayerCheck(abc.ABC):
         self, variant: Variant, grid: tuple[int, int, int], arguments: list[str | int]
     ) -> float:
         given = self._placed(arguments)
-        start = time.perf_counter()
-        for _ in range(_REPEATS):
-            self._device.launch(variant, grid, given)
-        self._device.synchronize()
-        return (time.perf_counter() - start) / _REPEATS
+        return seconds_of(self._device, lambda: self._device.launch(variant, grid, given))
 
     def _compute(
         self,
