@@ -49,7 +49,7 @@ def _products(rows, matrix):
 
 
 def _chosen(table, order, begins, constants):
-    """Places, pairs and number of each expert that a row has chosen; none if the table is invalid."""
+    """Places, pairs and number of each expert that a row chose; none if the table is invalid."""
     count, magic = table[:_HEADER].tolist()
     for expert in range(constants["grid"][0] if count ^ _MAGIC == magic else 0):
         places = slice(begins[expert], begins[expert + 1])
