@@ -75,9 +75,10 @@ def time_contexts(
     found: dict[str, float] = {}
     for codes in ("fp16", "int8"):
         for rows in _ROWS:
+            layer = _Layer(device, Sizes(capacity=max(contexts)), sm, codes, rows)
             for context in contexts:
-                sizes = Sizes(capacity=max(contexts), live=context - rows)
-                layer, case = _Layer(device, sizes, sm, codes, rows), f"{codes}_{rows}_{context}"
+                layer.begin_at(context - rows)
+                case = f"{codes}_{rows}_{context}"
                 seconds = layer.time("attend") + layer.time("finish")
                 found[f"attend_{case}_us"] = seconds * 1e6
                 found[f"attend_{case}_gb_per_s"] = layer.cache_bytes / seconds / 1e9
@@ -138,9 +139,6 @@ class _Layer:
             "cap_bits": 0,
             "sunk": 0,
         }
-        itemsize = 2 if codes == "fp16" else 1
-        row_bytes = sizes.head_dim * itemsize + (0 if codes == "fp16" else 2)
-        self.cache_bytes = 2 * sizes.kv_heads * row_bytes * (self._live + rows)
         layout = self._layout(np.float16 if codes == "fp16" else np.int8)
         self._block = Block(device, packed_bytes(layout))
         self._packed: Packed = self._block.pack(layout)
@@ -180,8 +178,7 @@ class _Layer:
         half = sizes.head_dim // 2
         angles = np.arange(sizes.capacity)[:, None] * 1e4 ** (-np.arange(half) / half)
         host["cos"][:], host["sin"][:] = np.cos(angles), np.sin(angles)
-        host["write_index"][:] = self._live
-        host["positions"][:] = self._live + np.arange(self._rows)
+        self.begin_at(self._live)
         host["tree"][:] = np.tri(self._rows)
         is_float = self._codes == "fp16"
         shape = host["codes"].shape
@@ -194,6 +191,19 @@ class _Layer:
         host["table"][4:6] = at["scales"], at["scales"] + plane[1]
         host["path"][:2] = (0, self._rows - 1)[: self._rows]
         host["outcome"][:] = min(self._rows, 2), 0, 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the live tokens and those of the pass."""
+        size, is_float = self._sizes.head_dim, self._codes == "fp16"
+        row_bytes = 2 * size if is_float else size + 2
+        return 2 * self._sizes.kv_heads * row_bytes * (self._live + self._rows)
+
+    def begin_at(self, live: int) -> None:
+        """Set the number of tokens before those of the pass."""
+        host, self._live = self._packed.arrays, live
+        host["write_index"][:] = live
+        host["positions"][:] = live + np.arange(self._rows)
 
     def run(self) -> dict[str, float]:
         """Check each kernel against its reference; return its seconds."""
