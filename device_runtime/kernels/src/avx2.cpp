@@ -7,7 +7,8 @@ namespace edgellm {
 namespace {
 
 struct Pairs : Avx2 {
-  static constexpr bool kWholeGroups = true, kJoinsTerms = true, kUnpacks = true;
+  static constexpr bool kWholeGroups = true, kJoinsTerms = true;
+  static constexpr int kUnpackedBlock = 32;
   static constexpr int kMiddle8 = 0;  // what int8 dot products leave to be taken off
   static constexpr int kFetchFrom = 1;
 };
@@ -104,21 +105,12 @@ struct Isa : Vector<Pairs> {
     }
   }
 
-  // Codes of a strip as bytes, [inputs / 4][16 channels][4].
-  template <Form kForm>
-  static EDGELLM_INLINE void unpack(const uint8_t* w, int64_t inputs, uint8_t* out) {
-    for (int c = 0; c < 2; c++)
-      each_unit<bits_of(kForm), 1>(w + c * kBytes, inputs, [&](auto, const uint8_t* unit, int64_t k) EDGELLM_LAMBDA {
-        each_quad<bits_of(kForm)>(unit, [&](auto j, Bytes codes) EDGELLM_LAMBDA {
-          write(out + (k + 4 * j) * kStrip + c * kBytes, codes);
-        });
-      });
-  }
-  // The products of unpacked codes and R rows along a block.
   template <Form kForm, int kBlock, int R>
-  static EDGELLM_INLINE void dot_unpacked(I (&out)[R], const uint8_t* w, const int8_t* x, int64_t stride) {
+  static EDGELLM_INLINE void dot_unpacked(I (&out)[R][1], const uint8_t* w, int64_t, const int8_t* x, int64_t stride) {
     constexpr int kFitting = fitting(kForm), kRun = least(kFitting < 4 ? 2 : kFitting < 8 ? 4 : 8, kBlock / 4);
     __m256i sums[R][2];
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < 2; c++) sums[r][c] = __m256i(out[r][0].part[c]);
 #pragma GCC unroll 4
     for (int k = 0; k < kBlock; k += 4 * kRun) {
       __m256i words[R][2];
@@ -134,10 +126,10 @@ struct Isa : Vector<Pairs> {
           asm("" : "+x"(words[r][0]), "+x"(words[r][1]));
         }
       for (int r = 0; r < R; r++)
-        for (int c = 0; c < 2; c++) sums[r][c] = add_pairs(k ? sums[r][c] : _mm256_setzero_si256(), words[r][c]);
+        for (int c = 0; c < 2; c++) sums[r][c] = add_pairs(sums[r][c], words[r][c]);
     }
     for (int r = 0; r < R; r++)
-      for (int c = 0; c < 2; c++) out[r].part[c] = Ints(sums[r][c]);
+      for (int c = 0; c < 2; c++) out[r][0].part[c] = Ints(sums[r][c]);
   }
 
  private:

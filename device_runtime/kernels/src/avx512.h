@@ -10,6 +10,8 @@ namespace {
 
 struct Avx512 : Registers<64> {
   static constexpr int kMiddle8 = 128;
+  // Larger blocks of unpacked codes are slower: sums are loaded and stored for each block.
+  static constexpr int kUnpackedBlock = 16, kUnpackedRows = 8, kUnpackedStrips = 2;
   static constexpr int kRows = 6, kStrips = 2, kAtOnce = 2, kScoreQueries = 6, kScoreRegisters = 2, kTurnFrom = 6;
   static constexpr int kValueQueries = 6, kValueTile = 24, kSumRegisters = 24;
 

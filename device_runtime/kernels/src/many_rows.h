@@ -42,33 +42,57 @@ struct Unpacked {
 template <class Isa, int R, class Kind>
 void add_blocks(const Product& p, const Unpacked<Isa, Kind>& some, int64_t row, int64_t first, int64_t blocks,
                 float* sums) {
-  constexpr int kBlock = Unpacked<Isa, Kind>::kBlock;
+  constexpr int kBlock = Unpacked<Isa, Kind>::kBlock, S = Isa::kUnpackedStrips;
   const Rows& rows = p.rows;
-  for (int s = 0; s < 2; s++)
+  for (int strip = 0; strip < 2; strip += S)
     for (int64_t b = 0; b < blocks; b++) {
-      I<Isa> found[R];
-      Isa::template dot_unpacked<Kind::kForm, kBlock>(found, some.codes[s] + b * kBlock * kStrip,
+      I<Isa> found[R][S];
+      for (int r = 0; r < R; r++)
+        for (int s = 0; s < S; s++) found[r][s] = Isa::set_int(rows.starts[(row + r) * rows.blocks + first + b]);
+      Isa::template dot_unpacked<Kind::kForm, kBlock>(found, some.codes[strip] + b * kBlock * kStrip,
+                                                      sizeof some.codes[0],
                                                       rows.codes + row * rows.stride + (first + b) * kBlock,
                                                       rows.stride);
-      const F<Isa> scale = Isa::load(some.scales[b] + s * kStrip);
-      for (int r = 0; r < R; r++) {
-        const int64_t at = (row + r) * rows.blocks + first + b;
-        float* sum = sums + r * kGroup + s * kStrip;
-        const F<Isa> product = Isa::to_float(Isa::add_int(found[r], Isa::set_int(rows.starts[at])));
-        F<Isa> total = Isa::fma(product, Isa::mul(scale, Isa::set(rows.scales[at])), Isa::load(sum));
-        if (Kind::kZero) total = Isa::fma(Isa::load(some.minima[b] + s * kStrip), Isa::set(rows.offsets[at]), total);
-        Isa::store(sum, total);
+      for (int s = 0; s < S; s++) {
+        const int at = (strip + s) * kStrip;
+        const F<Isa> scale = Isa::load(some.scales[b] + at);
+        for (int r = 0; r < R; r++) {
+          const int64_t block = (row + r) * rows.blocks + first + b;
+          float* sum = sums + r * kGroup + at;
+          F<Isa> total = Isa::fma(Isa::to_float(found[r][s]), Isa::mul(scale, Isa::set(rows.scales[block])),
+                                  Isa::load(sum));
+          if (Kind::kZero) total = Isa::fma(Isa::load(some.minima[b] + at), Isa::set(rows.offsets[block]), total);
+          Isa::store(sum, total);
+        }
       }
     }
+}
+
+// The least height of tiles of up to `most` rows, which divide many rows evenly.
+constexpr int least_tile(int most) {
+  int least = most;
+  for (int rows = kManyRows; rows < kManyRows + most * most; rows++) {
+    const int height = rows / ((rows + most - 1) / most);
+    if (height < least) least = height;
+  }
+  return least;
+}
+
+template <class Isa, int R, class Kind>
+void add_tile(const Product& p, const Unpacked<Isa, Kind>& some, int64_t row, int64_t height, int64_t first,
+              int64_t blocks, float* sums) {
+  if constexpr (R > least_tile(Isa::kUnpackedRows))
+    if (height < R) return add_tile<Isa, R - 1, Kind>(p, some, row, height, first, blocks, sums);
+  add_blocks<Isa, R, Kind>(p, some, row, first, blocks, sums);
 }
 
 // Of a panel of rows, which stays in the second cache.
 template <class Isa, class Kind>
 void multiply_panel(const Product& p, int64_t group, int64_t top, int64_t rows) {
-  constexpr int kTile = 5;
+  constexpr int kTile = Isa::kUnpackedRows;
   const Weight& w = *p.weight;
   const int64_t blocks = p.rows.blocks, step = kUnpackedInputs / Unpacked<Isa, Kind>::kBlock;
-  const int64_t tiles = (rows + kTile - 1) / kTile;  // of 4 or 5 of many rows
+  const int64_t tiles = (rows + kTile - 1) / kTile;
   const uint8_t* record = w.records + group * w.group_bytes();
   Unpacked<Isa, Kind> some;
   alignas(64) float sums[kPanelRows][kGroup] = {};
@@ -81,8 +105,7 @@ void multiply_panel(const Product& p, int64_t group, int64_t top, int64_t rows) 
       const int64_t begin = rows * tile / tiles, end = rows * (tile + 1) / tiles;
       for (int64_t at = bytes * tile / tiles; at < bytes * (tile + 1) / tiles; at += 64)
         __builtin_prefetch(record + at, 0, 2);
-      const auto add = end - begin == kTile ? add_blocks<Isa, kTile, Kind> : add_blocks<Isa, kTile - 1, Kind>;
-      add(p, some, top + begin, first, count, sums[begin]);
+      add_tile<Isa, kTile, Kind>(p, some, top + begin, end - begin, first, count, sums[begin]);
     }
   }
   for (int64_t row = 0; row < rows; row++)

@@ -137,7 +137,7 @@ constexpr int64_t kPanelBytes = 512 << 10;
 template <class Isa, class Kind>
 void run_groups(const Product& p, int64_t first, int64_t last) {
   constexpr bool kCanUnpack = Kind::kScaled || Kind::kForm == Form::kInt4 || Kind::kForm == Form::kInt5;
-  if constexpr (Isa::kUnpacks && kCanUnpack)
+  if constexpr (kCanUnpack && Unpacked<Isa, Kind>::kBlock <= Isa::kUnpackedBlock)
     if (p.num_rows >= kManyRows && p.weight->block == Unpacked<Isa, Kind>::kBlock)
       return multiply_many_rows<Isa, Kind>(p, first, last);
   constexpr int kRows = Isa::kRows / sums_of_row<Isa, Kind>();

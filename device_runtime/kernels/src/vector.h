@@ -32,7 +32,8 @@ struct Registers {
 
   static constexpr bool kWholeGroups = false;  // products of codes sum all channels of a record at once
   static constexpr bool kJoinsTerms = false;  // the two codes of an input are one of 16 bits; see `dot_words`
-  static constexpr bool kUnpacks = false;  // codes once for many rows
+  static constexpr int kUnpackedBlock = 0;  // inputs of the largest block whose codes many rows unpack once
+  static constexpr int kUnpackedRows = 5, kUnpackedStrips = 1;  // multiplied with unpacked codes at once
   static constexpr int kFetchFrom = 2;  // rows of a product; see `PrefetchRange`
 
   template <class V>
@@ -352,6 +353,36 @@ struct Vector : Native {
       };
       Native::template each_unit<kBits, H>(w + i * kBytes, block, add_unit);
       each_sum<H, R>([&](int h, int r) { part(acc[h][r][i / kParts], i % kParts) = sums[h][r]; });
+    }
+  }
+  // Codes of a strip as bytes, [inputs / 4][16 channels][4].
+  template <Form kForm>
+  static EDGELLM_INLINE void unpack(const uint8_t* w, int64_t inputs, uint8_t* out) {
+    constexpr int kBits = bits_of(kForm);
+    for (int c = 0; c < kParts; c++)
+      Native::template each_unit<kBits, 1>(
+          w + c * kBytes, inputs, [&](auto, const uint8_t* unit, int64_t k) EDGELLM_LAMBDA {
+            Native::template each_quad<kBits>(unit, [&](auto j, Bytes codes) EDGELLM_LAMBDA {
+              Native::write(out + (k + 4 * j) * kStrip + c * kBytes, codes);
+            });
+          });
+  }
+  // Adds the products of R rows and the unpacked codes of S strips, `apart` bytes from each other, along a block.
+  template <Form kForm, int kBlock, int R, int S>
+  static EDGELLM_INLINE void dot_unpacked(I (&sums)[R][S], const uint8_t* w, int64_t apart, const int8_t* x,
+                                          int64_t stride) {
+#pragma GCC unroll 2
+    for (int c = 0; c < kParts; c++) {
+      Ints some[R][S];
+      each_sum<R, S>([&](int r, int s) { some[r][s] = part(sums[r][s], c); });
+#pragma GCC unroll 8
+      for (int k = 0; k < kBlock; k += 4) {
+        Bytes codes[S];
+        for (int s = 0; s < S; s++) codes[s] = Native::template read<Bytes>(w + s * apart + k * kStrip + c * kBytes);
+        each_sum<R, S>(
+            [&](int r, int s) { some[r][s] = Native::add4(some[r][s], codes[s], broadcast(x + r * stride + k)); });
+      }
+      each_sum<R, S>([&](int r, int s) { part(sums[r][s], c) = some[r][s]; });
     }
   }
 
