@@ -44,9 +44,12 @@ def install(memory_bytes: int = 4 << 30) -> FakeDevice:
 
 
 def install_engines(device: Any, sm: int, engine_type: type[FakeEngine]) -> None:
-    """Let TensorRT's backend keep lowered graphs for a compute capability, which `engine_type` runs.
+    """Let TensorRT's backend keep lowered graphs, which engines of a type run.
 
-    `device`: see `protocols.Device`.
+    Args:
+        device: see `protocols.Device`.
+        sm: compute capability of the graphs.
+        engine_type: of the engines.
     """
     target = Target(Library(_LIBRARY, is_ahead_of_time=False), sm)
 

@@ -275,9 +275,9 @@ class _OnGpu:
     device: TorchDevice
 
     def __call__(self, launch: Launch, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        given, written = ([_aligned(each) for each in some] for some in (inputs, outputs))
-        addresses = [[each.data_ptr() for each in some] for some in (given, written)]
-        arguments = [*addresses[0], *launch.sizes, *addresses[1]]
+        given = [_aligned(each) for each in inputs]
+        addresses, written = ([each.data_ptr() for each in some] for some in (given, outputs))
+        arguments = [*addresses, *map(int, launch.sizes), *written]
         self.device.launch(launch.variant, launch.grid, arguments)
 
 

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.device_runtime.runners.onnxruntime_cuda import provider
+from edgellm.scripts.proof_folder.steps.outputs import row
 
 _MODULE = __name__
+_GRAPHS = re.compile(r"CUDA graphs: (\d+) recorded, (\d+) launched, (\d+) refused")
 _device: Any = None  # of TensorRT's backend, if it runs without TensorRT
 
 
@@ -38,7 +42,7 @@ def pretend(backend: str, mode: Mode) -> None:
     Raises:
         EdgeLLMError: there is no GPU, or torch does not run on it.
     """
-    global _device  # noqa: PLW0603 - a process has one GPU
+    global _device
     if backend == "tensorrt" and mode.stand_in:
         _device = importlib.import_module("torch_engine").install(on_cpu=mode.dry)
     elif backend == "tensorrt" and mode.dry:
@@ -58,9 +62,15 @@ def graphs() -> str:
     if _device is None or not _device.passes:
         return ""
     refused = getattr(_device, "refusals", 0)
-    return (
-        f"CUDA graphs: {_device.captures} recorded, {_device.launches} launched, {refused} refused"
-    )
+    recorded, launched = _device.captures, _device.launches
+    return f"CUDA graphs: {recorded} recorded, {launched} launched, {refused} refused"
+
+
+def missing_graphs(said: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """A row of the report by what `graphs` says in these lines: passes that recur become graphs."""
+    found = [match for line in said if (match := _GRAPHS.fullmatch(line))]
+    missing = [int(one[3]) if int(one[1]) else 1 for one in found]
+    return {"missing CUDA graphs": row(sum(missing), 0, sum(missing), 0)} if found else {}
 
 
 def show_graphs() -> None:
