@@ -40,8 +40,22 @@ CASES = {
     },
     **{
         name: ("float[2,6,8] x", f"y = {name}(x)")
-        for name in ("Neg", "Abs", "Cos", "Sin", "Exp", "Erf", "Reciprocal", "Sigmoid",
-                     "Softplus", "Tanh", "Identity", "Softmax", "LogSoftmax", "Gelu")
+        for name in (
+            "Neg",
+            "Abs",
+            "Cos",
+            "Sin",
+            "Exp",
+            "Erf",
+            "Reciprocal",
+            "Sigmoid",
+            "Softplus",
+            "Tanh",
+            "Identity",
+            "Softmax",
+            "LogSoftmax",
+            "Gelu",
+        )
     },
     **{name: ("float[2,6,8] x", f"p = Abs(x) y = {name}(p)") for name in ("Sqrt", "Log")},
     "Not": ("bool[2,6] x", "b = Not(x) y = Cast<to = 1>(b)"),
@@ -96,11 +110,13 @@ CASES = {
     ),
     "RMSNormalization": (f"{X}, float16[8] z", "y = RMSNormalization<epsilon = 0.001>(x, z)"),
     "LayerNormalization": (
-        f"{X}, float16[8] z, float16[8] b", "y = LayerNormalization<epsilon = 0.001>(x, z, b)"
+        f"{X}, float16[8] z, float16[8] b",
+        "y = LayerNormalization<epsilon = 0.001>(x, z, b)",
     ),
     "RotaryEmbedding": (ROTARY, "y = RotaryEmbedding<num_heads = 2>(x, c, s)"),
     "RotaryEmbedding of pairs": (
-        ROTARY, "y = RotaryEmbedding<num_heads = 2, interleaved = 1>(x, c, s)"
+        ROTARY,
+        "y = RotaryEmbedding<num_heads = 2, interleaved = 1>(x, c, s)",
     ),
     "RotaryEmbedding of a part": (
         "float16[2,6,16] x, float16[6,2] c, float16[6,2] s, int64[2,6] i",
@@ -127,13 +143,14 @@ CASES = {
         "y = DequantizeLinear(q, s)",
     ),
     "DequantizeLinear of rows": (
-        "int64[6,8] x, float16[6] s", "q = Cast<to = 3>(x) y = DequantizeLinear<axis = 0>(q, s)"
+        "int64[6,8] x, float16[6] s",
+        "q = Cast<to = 3>(x) y = DequantizeLinear<axis = 0>(q, s)",
     ),
     "DequantizeLinear of blocks": (
         "int64[6,8] x, float16[6,2] s",
         "q = Cast<to = 3>(x) y = DequantizeLinear<axis = 1, block_size = 4>(q, s)",
     ),
-}  # fmt: skip
+}
 
 
 def graph_file(inputs, body, folder):
@@ -211,9 +228,15 @@ def test_nvfp4_rounds_as_its_types_do():
 
 
 @pytest.mark.parametrize(
-    "kind", [ir.DataType.BFLOAT16, ir.DataType.FLOAT8E4M3FN, ir.DataType.INT4,
-             ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT16]
-)  # fmt: skip
+    "kind",
+    [
+        ir.DataType.BFLOAT16,
+        ir.DataType.FLOAT8E4M3FN,
+        ir.DataType.INT4,
+        ir.DataType.FLOAT4E2M1,
+        ir.DataType.FLOAT16,
+    ],
+)
 def test_constants_keep_their_values(kind):
     values = np.array([[-2.0, 0.0], [1.0, 3.0]])
     found = torch_ops.tensor_of(ir.tensor(values.astype(kind.numpy()), dtype=kind))
