@@ -269,12 +269,13 @@ def show_shape(options: argparse.Namespace) -> None:
     """Measure a random model in INT4; the last line is JSON."""
     from harness.gpu.shape_speed import measure_speed
 
-    from edgellm.scripts.proof_folder.steps.dry import pretend
+    from edgellm.scripts.proof_folder.steps.dry import Mode, pretend
 
-    if options.dry:
-        pretend(options.backend)
+    mode = Mode(dry=options.dry, stand_in=options.stand_in)
     try:
-        passed, found = measure_speed(options.shape, options.backend, dry=options.dry)
+        pretend(options.backend, mode)
+        is_small = mode.dry or mode.stand_in
+        passed, found = measure_speed(options.shape, options.backend, dry=is_small)
     except EdgeLLMError as error:
         sys.exit(f"error: {error}\nhint: {error.hint}")
     print(json.dumps(found))
@@ -344,6 +345,9 @@ def _parser() -> argparse.ArgumentParser:
     found["shape"].add_argument("shape", choices=("1b", "8b"))
     found["shape"].add_argument("--backend", default="tensorrt")
     found["shape"].add_argument("--dry", action="store_true", help="a small model on a fake GPU")
+    found["shape"].add_argument(
+        "--stand_in", action="store_true", help="a small model, which torch computes"
+    )
     found["rounds"].add_argument(
         "--fake",
         type=Path,

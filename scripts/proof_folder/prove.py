@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 STEPS = "edgellm.scripts.proof_folder.steps"
 CONTENTS, JOURNAL = "contents.json", "journal.jsonl"
+DRY, STAND_IN = "--dry", "--stand_in"
 OK, FAILED, SKIPPED, CUT = "ok", "FAILED", "skipped", "out of time"
 _LINES = 12  # of a step's output that are kept
 _INTERRUPTED = 130  # exit status, as shells have it
@@ -119,11 +120,12 @@ def _install(words: list[str], remedy: str) -> None:
 
 # --------------------------------------------------------------------------------------- a step
 def run_step(
-    python: str, step: dict[str, Any], clock: Clock, *, dry: bool
+    python: str, step: dict[str, Any], clock: Clock, flags: Sequence[str]
 ) -> tuple[str, dict[str, Any]]:
     """Run a step; return its status and what it printed as JSON in the last line."""
     limit = min(step["limit_s"], clock.left_s)
-    words = [python, *step["words"], *(["--dry"] if dry else [])]
+    taken = [flag for flag in flags if flag != STAND_IN or "tensorrt" in step["needs"]]
+    words = [python, *step["words"], *taken]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
             words,
@@ -201,15 +203,25 @@ def append(path: Path, entry: dict[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------ the report
 def write_report(
-    output: Path, steps: list[dict[str, Any]], done: dict[str, dict[str, Any]], *, dry: bool
+    output: Path,
+    steps: list[dict[str, Any]],
+    done: dict[str, dict[str, Any]],
+    flags: Sequence[str],
 ) -> None:
     """Write `proof.json` and `proof.md`."""
     names = [step["name"] for step in steps]
     results = [done.get(name, {"step": name, "status": "not run"}) for name in names]
-    facts = {"machine": platform.machine(), "system": platform.platform(), "dry": dry}
+    facts = {
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "dry": DRY in flags,
+        "stand_in": STAND_IN in flags,
+    }
     content = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts, "steps": results}
     _replace(output / "proof.json", json.dumps(content, indent=1))
-    title = "# A dry run: nothing ran on a GPU" if dry else "# edgellm on a GPU"
+    title = "# A dry run: nothing ran on a GPU" if DRY in flags else "# edgellm on a GPU"
+    if STAND_IN in flags:
+        title += "; torch computed the engines of TensorRT"
     lines = [title, "", f"{content['date']}, {facts['system']}", ""]
     lines += ["| step | result | seconds | reason |", "|---|---|---|---|"]
     for each in results:
@@ -289,7 +301,9 @@ def prove(options: argparse.Namespace) -> int:
     clock = Clock(time.monotonic() + 60 * options.minutes)
     contents = read_contents()
     output = options.output or HERE / "results"
-    journal, key = output / JOURNAL, f"{contents['key']}{'-dry' if options.dry else ''}"
+    chosen = {DRY: options.dry, STAND_IN: options.stand_in}
+    flags = [flag for flag, is_chosen in chosen.items() if is_chosen]
+    journal, key = output / JOURNAL, contents["key"] + "".join(flag[1:] for flag in flags)
     with _written(output, "give another folder by --output"):
         output.mkdir(parents=True, exist_ok=True)
         journal.open("a").close()
@@ -297,13 +311,13 @@ def prove(options: argparse.Namespace) -> int:
     steps, done = contents["steps"], read_journal(journal, key)
     if options.again:
         done = {name: one for name, one in done.items() if one["status"] != FAILED}
-    lacking = _lacking(python, dry=options.dry)
+    lacking = _lacking(python, flags)
     status = 0
     try:
         for step in list(steps_to_run(steps, done)):
             if clock.left_s <= 0:
                 break
-            entry = _result(python, step, clock, lacking, dry=options.dry)
+            entry = _result(python, step, clock, lacking, flags)
             entry = {"key": key, "step": step["name"], **entry}
             with _written(journal, "free some space; the same command continues"):
                 append(journal, entry)
@@ -312,7 +326,7 @@ def prove(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         status = _INTERRUPTED
     with _written(output, "free some space; the same command writes the report"):
-        write_report(output, steps, done, dry=options.dry)
+        write_report(output, steps, done, flags)
     print(f"{output / 'proof.md'} and .json")
     found = [done.get(step["name"], {}).get("status") for step in steps]
     if left := sum(each in (None, CUT) for each in found):
@@ -330,20 +344,24 @@ def _written(path: Path, remedy: str) -> Iterator[None]:
 
 
 def _result(
-    python: str, step: dict[str, Any], clock: Clock, lacking: dict[str, str], *, dry: bool
+    python: str,
+    step: dict[str, Any],
+    clock: Clock,
+    lacking: dict[str, str],
+    flags: Sequence[str],
 ) -> dict[str, Any]:
     """Status, seconds and result of a step, which is skipped without what it needs."""
     start = time.monotonic()
     if why := next(filter(None, (lacking.get(need) for need in step["needs"])), ""):
         status, result = SKIPPED, {"said": [why]}
     else:
-        status, result = run_step(python, step, clock, dry=dry)
+        status, result = run_step(python, step, clock, flags)
     return {"status": status, "seconds": round(time.monotonic() - start, 3), **result}
 
 
-def _lacking(python: str, *, dry: bool) -> dict[str, str]:
+def _lacking(python: str, flags: Sequence[str]) -> dict[str, str]:
     """Why this machine cannot run the steps of a need; "": it can."""
-    words = [python, "-m", STEPS, "available", *(["--dry"] if dry else [])]
+    words = [python, "-m", STEPS, "available", *flags]
     result = subprocess.run(
         words, capture_output=True, text=True, check=False, cwd=HERE, env=_variables()
     )
@@ -372,6 +390,12 @@ def main() -> None:
     )
     parser.add_argument(
         "--dry", action="store_true", help="Run on the CPU and on a fake GPU. Default: off."
+    )
+    parser.add_argument(
+        "--stand_in",
+        action="store_true",
+        help="Compute TensorRT's engines with torch; kernels, caches and graphs are edgellm's. "
+        "Default: off.",
     )
     parser.add_argument(
         "--again", action="store_true", help="Run failed steps again. Default: off."

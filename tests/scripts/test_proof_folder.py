@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.scripts.proof_folder import cli, prove, wheels
 from edgellm.scripts.proof_folder.bundles import make_bundle
 from edgellm.scripts.proof_folder.checkpoints import MODELS
-from edgellm.scripts.proof_folder.steps import memory, outputs
+from edgellm.scripts.proof_folder.steps import dry, memory, outputs
 
 # What no step may reach: names of an index cannot be resolved, and proxies do not answer.
 OFFLINE = {"PIP_NO_INDEX": "1", "https_proxy": "http://127.0.0.1:9", "PIP_RETRIES": "0"}
@@ -92,6 +93,32 @@ def test_the_folder_proves_itself_on_the_cpu(folder):
     assert [line.split(" | ")[1].partition(" of ")[0] for line in lines[1:]] == ["logits", "K/V"]
 
 
+def test_torch_stands_in_for_tensorrt(folder):
+    """Its engines on the fake GPU, whose graphs are counted."""
+    keep(folder, FP16, FP16_CUDA)
+    code, said, errors = run(folder, "--stand_in")
+    assert code == 0, said + errors
+    found = results(folder)
+    assert re.fullmatch(r"CUDA graphs: 1 recorded, \d launched, 0 refused", found[FP16]["said"][-1])
+    assert found[FP16]["outputs"]["missing CUDA graphs"]["error"] == 0
+    assert "said" not in found[FP16_CUDA]
+    rows = [one for one in found[FP16]["outputs"].values() if one["allowed"]]
+    assert len(rows) == 6
+    assert all(0 < one["error"] <= one["allowed"] < 0.01 for one in rows)
+    page = (folder / "results" / "proof.md").read_text()
+    assert "; torch computed the engines of TensorRT" in page.splitlines()[0]
+
+
+def test_refused_graphs_fail():
+    said = ["a line", "CUDA graphs: 3 recorded, 9 launched, 1 refused"]
+    assert not outputs.passed(dry.missing_graphs(said))
+    assert not outputs.passed(
+        dry.missing_graphs(["CUDA graphs: 0 recorded, 0 launched, 0 refused"])
+    )
+    assert outputs.passed(dry.missing_graphs(["CUDA graphs: 2 recorded, 4 launched, 0 refused"]))
+    assert dry.missing_graphs(said[:1]) == {}
+
+
 def test_the_page_shows_the_worst_outputs_and_all_wrong_ones():
     def one(error, allowed):
         return {"error": error, "allowed": allowed}
@@ -143,11 +170,12 @@ def test_quantized_bundles_compute_what_float_ones_do(precision, largest, made, 
 
 
 @pytest.mark.nightly
-def test_all_steps_of_a_dry_run(tmp_path, capsys):
+@pytest.mark.parametrize("flags", [(), ("--stand_in",)])
+def test_all_steps_of_a_dry_run(flags, tmp_path, capsys):
     folder = tmp_path / "proof"
     cli.proof_folder(folder, no_wheels=True)
     assert f"{folder}: " in capsys.readouterr().out
-    code, said, errors = run(folder, "--minutes", "60")
+    code, said, errors = run(folder, "--minutes", "60", *flags)
     assert code == 0, said + errors
     found = results(folder)
     assert {each["status"] for each in found.values()} == {"ok"}
@@ -195,6 +223,7 @@ def steps_alone(tmp_path, monkeypatch):
             minutes=minutes,
             python=sys.executable,
             dry=True,
+            stand_in=False,
             again=again,
             output=tmp_path / "results",
         )

@@ -39,13 +39,25 @@ _LIBRARY = SimpleNamespace(
 def install(memory_bytes: int = 4 << 30) -> FakeDevice:
     """Let TensorRT's backend compile for the fake GPU, and run on it, in this process."""
     device = FakeDevice(memory_bytes)
-    target = Target(Library(_LIBRARY, is_ahead_of_time=False), device.sm)
+    install_engines(device, device.sm, FakeEngine)
+    return device
+
+
+def install_engines(device: Any, sm: int, engine_type: type[FakeEngine]) -> None:
+    """Let TensorRT's backend keep lowered graphs, which engines of a type run.
+
+    Args:
+        device: see `protocols.Device`.
+        sm: compute capability of the graphs.
+        engine_type: of the engines.
+    """
+    target = Target(Library(_LIBRARY, is_ahead_of_time=False), sm)
 
     def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         opened = {}
         for role, graphs in engine.graphs.items():
             path = folder / graphs[0].path
-            loaded = FakeEngine(path, _passes(path), device)
+            loaded = engine_type(path, _passes(path), device)
             opened[role] = tensorrt.runner_of(role, engine, loaded, device)
         return opened
 
@@ -53,7 +65,6 @@ def install(memory_bytes: int = 4 << 30) -> FakeDevice:
         module.find_target = lambda _: target  # type: ignore[attr-defined]
     compiler.build = _build  # type: ignore[assignment]
     tensorrt.open_engine = open_engine
-    return device
 
 
 def _build(graph: Path, passes: Sequence[Pass], engine: Path, *_: Any, threads: int = 0) -> Built:

@@ -240,10 +240,7 @@ class FakeEngine:
     """See `device.CompiledEngine`: a lowered graph in ONNX Runtime."""
 
     def __init__(self, graph: Path, passes: Sequence[Pass], device: FakeDevice) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        self.session = open_graph(graph, options, device)
+        self.session = self._open(graph, device)
         self._device, self._passes = device, passes
         declared = {value.name: value for value in ir.load(graph).graph.inputs}
         self._symbols = {name: [*(value.shape or ())] for name, value in declared.items()}
@@ -261,6 +258,12 @@ class FakeEngine:
         self.num_profiles = len(passes)
         self.experts = open_experts(self.tensors, device, graph)
 
+    def _open(self, graph: Path, device: FakeDevice) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        return open_graph(graph, options, device)
+
     def shape_range(self, name: str, profile: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         ranges = [
             (dim, dim) if isinstance(dim, int) else self._passes[profile].ranges[str(dim.value)]
@@ -277,9 +280,12 @@ class FakeEngine:
         if scratch.num_bytes < self.scratch_bytes(profile):
             raise GpuMisuseError("a context needs more scratch memory")
         self._device.contexts += 1
-        made = FakeContext(self, self._device, profile, scratch.address)
+        made = self._context(profile, scratch.address)
         made.may_be_recorded = is_recorded
         return made
+
+    def _context(self, profile: int, scratch: int) -> FakeContext:
+        return FakeContext(self, self._device, profile, scratch)
 
 
 class FakeContext:

@@ -9,21 +9,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from edgellm.scripts.proof_folder.steps.dry import command_prefix
+from edgellm.scripts.proof_folder.steps.dry import Mode, command_prefix
 from edgellm.scripts.proof_folder.steps.outputs import Result, passed, row
 from edgellm.scripts.proof_folder.steps.pair import build_pair
 
 _IDENTICAL = re.compile(r"(\d+) tokens, identical")
 
 
-def compare_trees(base: Path, draft: Path, requests: Path, backend: str, *, dry: bool) -> Result:
+def compare_trees(base: Path, draft: Path, requests: Path, backend: str, mode: Mode) -> Result:
     """Build base and draft; compare the tokens of the requests with and without trees."""
     count = len(json.loads(requests.read_text("utf-8"))["requests"])
     with tempfile.TemporaryDirectory() as folder:
         engine = Path(folder, "engine")
         build_pair(base, draft, engine, backend)
         words = ("--engineDir", engine, "--inputFile", requests, "--eagle", "--prove", count)
-        prefix = command_prefix(backend) if dry else ""
+        prefix = command_prefix(backend, mode)
         code, said = command("device_runtime", *words, "--eagleTree", "fixed", prefix=prefix)
     equal = len(_IDENTICAL.findall("\n".join(said)))
     rows = {"requests with equal tokens": row(equal, count, count - equal, 0)}
