@@ -127,6 +127,7 @@ def _answer(loaded, prompts, store, how=GREEDY) -> list[int]:
 
 def test_answers_do_not_depend_on_interrupts(loaded, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "_CHUNK", 8)
+    monkeypatch.setattr(corpus, "_CHUNK_BATCHES", 1)
     how = replace(GREEDY, sampled_share=0.5)
     whole = tmp_path / "whole.jsonl"
     assert _answer(loaded, prompts, whole, how) == [0, 8, 16, 23]
