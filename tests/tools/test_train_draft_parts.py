@@ -344,7 +344,7 @@ def test_a_full_disk_while_saving_the_state_is_reported(tmp_path):
     """Torch hides the disk's error in its own."""
     (tmp_path / "training.pt.partial").symlink_to("/dev/full")
     trainer = Trainer.__new__(Trainer)
-    trainer.folder, trainer.optimizers, trainer.step = tmp_path, [], 1
+    trainer.folder, trainer.optimizers, trainer.step, trainer.seconds = tmp_path, [], 1, 0.0
     trainer._module = torch.nn.Linear(300, 300)
     with pytest.raises(OSError, match="No space left on device"):
         trainer.save()
