@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from edgellm.tools.train_draft.base import Base, Prompt, Rows, padded
 from edgellm.tools.train_draft.data.grouped_attention import grouped_attention
 
-_STEPS_PER_READ = 8  # on a GPU: steps between two looks at the tokens, which wait for all kernels
+# Steps between two reads of the tokens; a GPU's reads wait for all of its kernels.
+_STEPS_PER_READ = {"cpu": 1, "cuda": 8}
 
 Output = tuple[int, list[int]]  # index of the prompt, generated ids
 
@@ -114,7 +115,7 @@ def _complete(
 ) -> list[list[int]]:
     """Generate the outputs of one batch, left-padded to one length."""
     device = base.model.device
-    steps_per_read = 1 if device.type == "cpu" else _STEPS_PER_READ
+    steps_per_read = _STEPS_PER_READ.get(device.type, 1)
     ids, attends = padded([prompt.ids for prompt in prompts], left=True)
     rows = Rows(ids, attends, tuple(prompt.pictures for prompt in prompts))
     positions, cache = base.positions(rows), Cache(layer_class_to_replicate=_PreallocatedLayer)

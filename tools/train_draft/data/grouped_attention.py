@@ -16,14 +16,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 NAME = "edgellm_grouped_sdpa"
+_DEVICES = ("cuda",)
 
 
 @contextmanager
 def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model on a GPU use `attend` instead of "sdpa"; a model on a CPU is unchanged."""
+    """Let a model on a GPU use `attend` instead of "sdpa"; on a CPU, nothing changes."""
     config = model.config.get_text_config()
     before = config._attn_implementation
-    if model.device.type == "cpu" or before != "sdpa":
+    if model.device.type not in _DEVICES or before != "sdpa":
         yield
         return
     AttentionInterface.register(NAME, attend)
