@@ -105,6 +105,9 @@ def run(job: Job) -> None:
         EdgeLLMError: data, base or folders are invalid.
     """
     device = choose_device(job.device)
+    if device.type == "cuda":
+        # cuDNN plans its attention anew for each shape, and here most batches have another shape.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     require_own(job.output_dir)
     _check_owner(job)
     base = load_base(job.base_model_dir, device)

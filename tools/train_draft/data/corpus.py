@@ -57,7 +57,7 @@ class Generation:
         return max(_CHUNK, _CHUNK_BATCHES * self.batch)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendered:
     """A conversation as text."""
 
@@ -125,7 +125,7 @@ def _rendered(base: Base, line: bytes, number: int, folder: Path) -> _Rendered:
     before = messages[:-1] if has_answer else messages
     prompt = _text(base, before, prepared, answer_next=True)
     whole = _text(base, messages, prepared, answer_next=False) if has_answer else None
-    return _Rendered(number, prompt, whole, pictures)
+    return _Rendered(number=number, prompt=prompt, whole=whole, pictures=pictures)
 
 
 def _sample(
