@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from edgellm.core.file_lock import hold
 from edgellm.export import models
 from edgellm.export.pipeline.draft import DraftOptions, export_draft
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
+from edgellm.tools.train_draft import train as train_module
 from edgellm.tools.train_draft import training_run as run_module
 from edgellm.tools.train_draft.base import Prompt
 from edgellm.tools.train_draft.checkpoint_writers import read_draft
@@ -223,6 +226,41 @@ def test_an_interrupted_run_gives_the_same_draft(job, tmp_path, monkeypatch, cac
         for folder in (job.output_dir, whole.output_dir)
     ]
     assert estimates[0] == estimates[1]
+
+
+def test_a_limit_in_minutes_ends_with_a_small_learning_rate(job, monkeypatch):
+    """On a clock that passes one second at each look: two looks a step."""
+    seconds, rates, answered = itertools.count(), [], []
+    monkeypatch.setattr(train_module, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    train, answer = Trainer._train, run_module.answer_prompts
+
+    def note(trainer, *arguments):
+        loss = train(trainer, *arguments)
+        rates.append(trainer.optimizers[0].param_groups[0]["lr"] / job.recipe.learning_rate)
+        return loss
+
+    def count(*arguments):
+        for number in answer(*arguments):
+            answered.append(number)
+            yield number
+
+    monkeypatch.setattr(Trainer, "_train", note)
+    monkeypatch.setattr(run_module, "answer_prompts", count)
+    limited = replace(
+        job,
+        recipe=replace(job.recipe, epochs=500, minutes=0.5),
+        generation=replace(job.generation, generation_minutes=10.0),
+    )
+    run(limited)
+    assert len(rates) == 16
+    assert rates[0] == 0.5  # of a warm-up of two steps
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[-1] < 0.08
+    assert json.loads((job.output_dir / "training.json").read_text())["recipe"]["minutes"] == 0.5
+    written, steps = _files(job.output_dir), len(rates)
+    assert answered == [0, 6]
+    run(replace(limited, overwrite=True))  # nothing is answered or trained, the same is written
+    assert (len(rates), answered, _files(job.output_dir)) == (steps, [0, 6], written)
 
 
 def test_ctrl_c_prints_one_line_and_keeps_the_state(job):

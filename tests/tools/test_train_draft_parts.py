@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from edgellm.core.errors import UnsupportedModelError
 from edgellm.export import models
 from edgellm.tools.train_draft import base as base_module
 from edgellm.tools.train_draft.base import Base, Prompt
-from edgellm.tools.train_draft.data import corpus
+from edgellm.tools.train_draft.data import corpus, grouped_attention
+from edgellm.tools.train_draft.data import generate as generate_module
 from edgellm.tools.train_draft.data import hidden_states as features_module
 from edgellm.tools.train_draft.data.corpus import (
     Generation,
@@ -83,9 +85,26 @@ def _expected(model, prompt: tuple[int, ...], stop_ids: frozenset[int], limit: i
     return ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.each_change("llama-7")
+@pytest.fixture(params=["as_on_cpus", "as_on_gpus"])
+def device_class(request, monkeypatch) -> list[int]:
+    """Generation as on a class of devices; filled with the query lengths of grouped attention."""
+    lengths: list[int] = []
+    if request.param == "as_on_gpus":
+        monkeypatch.setattr(generate_module, "_STEPS_PER_READ", {"cpu": 8})
+        monkeypatch.setattr(grouped_attention, "_DEVICES", ("cpu",))
+        attend = grouped_attention.attend
+
+        def note(module, query, *others, **options):
+            lengths.append(query.shape[2])
+            return attend(module, query, *others, **options)
+
+        monkeypatch.setattr(grouped_attention, "attend", note)
+    return lengths
+
+
+@pytest.mark.each_change("llama-as_on_gpus-7", "llama-as_on_cpus-7")
 @pytest.mark.parametrize("batch", [1, 7, 64])
-def test_greedy_outputs_equal_those_of_transformers(model, loaded, prompts, batch):
+def test_greedy_outputs_equal_those_of_transformers(model, loaded, prompts, batch, device_class):
     rows = dict(
         generate(
             loaded, prompts, stop_ids=STOPS, max_new_tokens=40, temperature=0.0, batch=batch, seed=0
@@ -96,6 +115,40 @@ def test_greedy_outputs_equal_those_of_transformers(model, loaded, prompts, batc
         assert answer == _expected(model, prompts[index].ids, STOPS, 40)
     assert len({len(answer) for answer in rows.values()}) > 5  # they finish at different steps
     assert any(answer[-1] in STOPS for answer in rows.values())
+    assert not device_class or min(device_class) == 1
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_a_batch_that_exceeds_the_memory_is_halved(model, loaded, prompts, monkeypatch, capsys):
+    complete, sizes = generate_module._complete, []
+
+    def limited(base, chosen, *others):
+        sizes.append(len(chosen))
+        if len(chosen) > 8:
+            raise torch.OutOfMemoryError
+        return complete(base, chosen, *others)
+
+    monkeypatch.setattr(generate_module, "_complete", limited)
+    options = {"stop_ids": STOPS, "max_new_tokens": 5, "temperature": 0.0, "batch": 64, "seed": 0}
+    rows = dict(generate(loaded, prompts, **options))
+    assert sizes == [23, 11, 5, 6, 12, 6, 6]
+    assert "23 prompts exceed the GPU's memory; trying 11 in a batch" in capsys.readouterr().err
+    for index, answer in rows.items():
+        assert answer == _expected(model, prompts[index].ids, STOPS, 5)
+    monkeypatch.setattr(generate_module, "_complete", mock.Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        list(generate(loaded, prompts, **options))
+
+
+def test_no_batch_begins_after_the_deadline(loaded, prompts, tmp_path, monkeypatch):
+    """Answers of finished batches are stored; a later call without a deadline adds the others."""
+    seconds = iter(range(100))
+    monkeypatch.setattr(generate_module.time, "monotonic", lambda: next(seconds))
+    store = tmp_path / "answers.jsonl"
+    assert list(answer_prompts(loaded, prompts, store, GREEDY, deadline=3)) == [0, 12]
+    assert len(stored_answers(store)) == 12
+    assert _answer(loaded, prompts, store) == [12, 23]
+    assert len(stored_answers(store)) == 23
 
 
 def test_the_kv_cache_is_enlarged_beyond_its_first_allocation(model, loaded):
@@ -127,6 +180,7 @@ def _answer(loaded, prompts, store, how=GREEDY) -> list[int]:
 
 def test_answers_do_not_depend_on_interrupts(loaded, prompts, tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "_CHUNK", 8)
+    monkeypatch.setattr(corpus, "_CHUNK_BATCHES", 1)
     how = replace(GREEDY, sampled_share=0.5)
     whole = tmp_path / "whole.jsonl"
     assert _answer(loaded, prompts, whole, how) == [0, 8, 16, 23]
@@ -343,7 +397,7 @@ def test_a_full_disk_while_saving_the_state_is_reported(tmp_path):
     """Torch hides the disk's error in its own."""
     (tmp_path / "training.pt.partial").symlink_to("/dev/full")
     trainer = Trainer.__new__(Trainer)
-    trainer.folder, trainer.optimizers, trainer.step = tmp_path, [], 1
+    trainer.folder, trainer.optimizers, trainer.step, trainer.seconds = tmp_path, [], 1, 0.0
     trainer._module = torch.nn.Linear(300, 300)
     with pytest.raises(OSError, match="No space left on device"):
         trainer.save()

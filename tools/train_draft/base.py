@@ -110,10 +110,10 @@ class Base:
     def inputs(self, rows: Rows, positions: Tensor) -> dict[str, Any]:
         """Return the decoder's inputs: embeddings of tokens and pictures, mask, positions."""
         device = self.model.device
-        ids, positions = rows.ids.to(device), positions.to(device)
+        ids, positions = to_device(rows.ids, device), to_device(positions, device)
         embeds = self.model.get_input_embeddings()(ids)
         inputs = {
-            "attention_mask": rows.attends.long().to(device),
+            "attention_mask": to_device(rows.attends, device).long(),
             "position_ids": positions if self.has_position_axes else positions[0],
         }
         shown = [picture for pictures in rows.pictures for picture in pictures]
@@ -210,6 +210,13 @@ def _text_model(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     decoder = model.get_decoder()
     decoder.rotary_emb = type(decoder.rotary_emb)(config=model.config)
     return model
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return values on a device; a copy to a GPU does not wait for the GPU's earlier work."""
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def padded(rows: Sequence[Sequence[int]], *, left: bool) -> tuple[Tensor, Tensor]:

@@ -257,6 +257,26 @@ Epochs = Annotated[
         rich_help_panel="Training",
     ),
 ]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes",
+        min=0.01,
+        help="End the training, with a small learning rate, after this time; the draft then "
+        "depends on the machine's speed. Default: after all epochs.",
+        rich_help_panel="Training",
+    ),
+]
+GenerationMinutes = Annotated[
+    float | None,
+    typer.Option(
+        "--generation_minutes",
+        min=0.01,
+        help="Begin no batch of completions after this time; their number then depends on the "
+        "machine's speed. Default: complete all prompts.",
+        rich_help_panel="Limits",
+    ),
+]
 LearningRate = Annotated[
     float,
     typer.Option(
@@ -414,6 +434,7 @@ class TrainFlags:
     feature_noise: FeatureNoise = None
     hidden_taps: Taps = ""
     epochs: Epochs = 6
+    minutes: Minutes = None
     unrolls: Unrolls = None
     unroll_weight: UnrollWeight = None
     learning_rate: LearningRate = 1e-3
@@ -424,6 +445,7 @@ class TrainFlags:
     sampled_share: SampledShare = 0.25
     temperature: Temperature = 0.8
     generation_batch: GenerationBatch = 256
+    generation_minutes: GenerationMinutes = None
     held_out: HeldOut = 64
     cache_features: CacheFeatures = True
     save_every: SaveEvery = 100
@@ -491,6 +513,7 @@ def _job(flags: TrainFlags, own: MethodFlags) -> Job:
             max_gradient_norm=1.0,
             seed=flags.seed,
             feature_noise=own.feature_noise or 0.0,
+            minutes=flags.minutes or 0.0,
         ),
         generation=Generation(
             max_new_tokens=flags.max_new_tokens,
@@ -498,6 +521,7 @@ def _job(flags: TrainFlags, own: MethodFlags) -> Job:
             temperature=flags.temperature,
             batch=flags.generation_batch,
             seed=flags.seed,
+            generation_minutes=flags.generation_minutes or 0.0,
         ),
         method=flags.method,
         overwrite=flags.overwrite,

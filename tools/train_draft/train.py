@@ -23,6 +23,7 @@ from edgellm.tools.train_draft.data.hidden_states import (
 from edgellm.tools.train_draft.methods.method import Learner
 
 STATE_FILE = "training.pt"
+_STEPS_PER_READ = 16  # on a GPU: steps between two reads of the loss, which wait for all kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Recipe:
     max_gradient_norm: float
     seed: int
     feature_noise: float = 0.0  # width of uniform noise; for "eagle" only
+    minutes: float = 0.0  # the training ends, annealed, after this time; 0: after all epochs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ class Progress:
     """One report of the loop."""
 
     step: int
-    steps: int
+    steps: int  # with a limit in minutes: an estimate
     loss: float
     tokens_per_second: float
     acceptance_length: float | None  # estimate for a chain on held-out text; None between saves
@@ -62,7 +64,7 @@ class Trainer:
         self.folder, self.device = folder, device
         self._module = learner.module.to(device)
         self.optimizers = _optimizers(learner, recipe.learning_rate)
-        self.step = 0
+        self.step, self.seconds, self._loss = 0, 0.0, math.nan
 
     def resume(self) -> bool:
         """Load the folder's state; return whether there was one."""
@@ -73,7 +75,7 @@ class Trainer:
         self._module.load_state_dict(state["draft"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.step = state["step"]
+        self.step, self.seconds = state["step"], state.get("seconds", 0.0)
         return True
 
     def save(self) -> None:
@@ -82,6 +84,7 @@ class Trainer:
             "draft": self._module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
+            "seconds": self.seconds,
         }
         partial = self.folder / f"{STATE_FILE}.partial"
         with partial.open("wb") as stream:
@@ -108,13 +111,16 @@ class Trainer:
         for epoch in range(recipe.epochs):
             order = np.random.default_rng([recipe.seed, epoch])
             groups += plan(lengths, recipe.batch_tokens, order)
-        tokens, start = 0, time.perf_counter()
+        tokens, start, earlier = 0, time.perf_counter(), self.seconds
         for numbers in groups[self.step :]:
+            if self._share_of_time() >= 1:
+                return
             batch = make_batch(samples, numbers, recipe.max_tokens)
             loss = self._train(batch, self._features(batch, cache), len(groups))
             self.step, tokens = self.step + 1, tokens + batch.num_tokens
-            held = None
-            if self.step % save_every == 0 or self.step == len(groups):
+            self.seconds = earlier + time.perf_counter() - start
+            steps, held = self._planned(len(groups)), None
+            if self.step % save_every == 0 or self.step == steps:
                 if cache is not None:
                     cache.save()  # first: resuming needs all hidden states that the state has used
                 self.save()
@@ -123,12 +129,23 @@ class Trainer:
             report(
                 Progress(
                     step=self.step,
-                    steps=len(groups),
+                    steps=steps,
                     loss=loss,
                     tokens_per_second=rate,
                     acceptance_length=held,
                 )
             )
+
+    def _share_of_time(self) -> float:
+        """Return the used share of the limit in minutes, 0 without a limit."""
+        return self.seconds / (60 * self.recipe.minutes) if self.recipe.minutes else 0.0
+
+    def _planned(self, steps: int) -> int:
+        """Return the step at which the training ends, at the measured speed if time is limited."""
+        share = self._share_of_time()
+        if share >= 1:
+            return min(self.step, steps)
+        return min(math.ceil(self.step / share) + 1, steps) if share else steps
 
     def _features(self, batch: Batch, cache: FeatureCache | None) -> Tensor:
         if cache is not None and cache.has(batch):
@@ -140,7 +157,9 @@ class Trainer:
 
     def _train(self, batch: Batch, features: Tensor, steps: int) -> float:
         recipe = self.recipe
-        rate = recipe.learning_rate * _schedule(self.step, recipe.warmup_steps, steps)
+        done = max((self.step - recipe.warmup_steps) / max(steps - recipe.warmup_steps, 1), 0)
+        factor = _schedule(self.step, recipe.warmup_steps, max(done, self._share_of_time()))
+        rate = recipe.learning_rate * factor
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad(set_to_none=True)
@@ -149,7 +168,9 @@ class Trainer:
         nn.utils.clip_grad_norm_(self._module.parameters(), recipe.max_gradient_norm)
         for optimizer in self.optimizers:
             optimizer.step()
-        return loss.item()
+        if self.device.type == "cpu" or self.step % _STEPS_PER_READ == 0:
+            self._loss = loss.item()
+        return self._loss
 
     @torch.no_grad()
     def acceptance_length(self, held_out: Sequence[Sample]) -> float:
@@ -176,9 +197,9 @@ def _optimizers(learner: Learner, learning_rate: float) -> list[torch.optim.Opti
     ]
 
 
-def _schedule(step: int, warmup: int, steps: int) -> float:
-    """Return the factor of the learning rate: linear warm-up, then cosine decay to 0.05."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(steps - warmup, 1)
-    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
+def _schedule(step: int, warmup: int, done: float) -> float:
+    """Return the factor of the learning rate: linear warm-up, then cosine decay to 0.05.
+
+    `done` is the share of the training after the warm-up, or of the time, that has passed.
+    """
+    return min((step + 1) / warmup, 1.0) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))

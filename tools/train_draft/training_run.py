@@ -6,6 +6,8 @@ import dataclasses
 import hashlib
 import json
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +51,9 @@ from edgellm.tools.train_draft.train import STATE_FILE, Progress, Recipe, Traine
 
 _BLOCKS = ("dflash", "dspark")
 _TAPPED = ("eagle3", *_BLOCKS)
+_CORPUS = "corpus.sha256"
 # Of a work folder; job.json, which owns the others, is removed last.
-_STATE_FILES = ("prompts.jsonl", "answers.jsonl", "corpus.sha256", "features.bin",
+_STATE_FILES = ("prompts.jsonl", "answers.jsonl", _CORPUS, "features.bin",
                 "features.known", STATE_FILE, "job.json")  # fmt: skip
 _RUN_ONLY = ("output_dir", "work_dir", "device", "save_every", "cache_features", "servers",
              "overwrite")  # fmt: skip
@@ -102,6 +105,9 @@ def run(job: Job) -> None:
         EdgeLLMError: data, base or folders are invalid.
     """
     device = choose_device(job.device)
+    if device.type == "cuda":
+        # cuDNN plans its attention anew for each shape, and here most batches have another shape.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     require_own(job.output_dir)
     _check_owner(job)
     base = load_base(job.base_model_dir, device)
@@ -305,9 +311,14 @@ def _self_prompts(job: Job, base: Base, progress: Report) -> list[Prompt]:
 
 
 def _completed(job: Job, base: Base, prompts: list[Prompt], progress: Report) -> list[Sample]:
-    store = job.work_dir / "answers.jsonl"
-    if job.servers is None:
-        answering = answer_prompts(base, prompts, store, job.generation)
+    store, limit = job.work_dir / "answers.jsonl", job.generation.generation_minutes
+    if limit and (job.work_dir / _CORPUS).exists():
+        answering = iter(())  # the training has begun with the answers of this time
+    elif job.servers is None:
+        deadline = time.monotonic() + 60 * limit if limit else None
+        if limit:
+            prompts = _mixed(prompts, job.recipe.seed)
+        answering = answer_prompts(base, prompts, store, job.generation, deadline)
     else:
         answering = answer_prompts_remotely(
             job.servers, prompts, base.stop_ids, store, job.generation
@@ -325,15 +336,20 @@ def _completed(job: Job, base: Base, prompts: list[Prompt], progress: Report) ->
     ]
 
 
+def _mixed(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
+    """Shuffle prompts, so that a part of them has all kinds."""
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    return [prompts[index] for index in order]
+
+
 def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
     """Return the corpus in the order of this run.
 
     Raises:
         EdgeLLMError: the corpus has changed since the run started.
     """
-    content = json.dumps([dataclasses.astuple(sample) for sample in samples])
-    digest = hashlib.sha256(content.encode()).hexdigest()
-    path = job.work_dir / "corpus.sha256"
+    digest = _digest(samples)
+    path = job.work_dir / _CORPUS
     if path.exists() and path.read_text("utf-8") != digest:
         raise EdgeLLMError(
             f"the conversations have changed since the run in {job.work_dir} started",
@@ -344,6 +360,17 @@ def _shuffled(job: Job, samples: list[Sample]) -> list[Sample]:
     tokens = sum(len(sample.answer) for sample in samples)
     _log(f"{len(samples)} conversations with {tokens} tokens to train on")
     return [samples[index] for index in order]
+
+
+def _digest(samples: Sequence[Sample]) -> str:
+    """Return the hash of a corpus."""
+    content = hashlib.sha256()
+    for sample in samples:
+        pictures = [dataclasses.astuple(picture) for picture in sample.prompt.pictures]
+        content.update(json.dumps(pictures).encode())
+        for ids in (sample.prompt.ids, sample.answer):
+            content.update(np.asarray([len(ids), *ids], np.int64).tobytes())
+    return content.hexdigest()
 
 
 def _train(job: Job, trainer: Trainer, samples: list[Sample], show: Report) -> float:

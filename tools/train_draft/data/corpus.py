@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ from edgellm.tools.train_draft.base import Base, Prompt
 from edgellm.tools.train_draft.data.generate import generate
 from edgellm.tools.train_draft.data.images import Picture
 
-_CHUNK = 1024  # prompts between two reports; an interrupt loses at most one chunk
+_CHUNK = 1024  # prompts between two reports, at least; an interrupt loses at most one chunk
+_CHUNK_BATCHES = 4  # large batches in a chunk: of its prompts, batches of similar length are made
 _PROMPT_TOKENS = 96  # maximum of a prompt that the base writes; longer ones are mostly off topic
 _MAX_REPEATED_BATCHES = 3  # consecutive batches without a new prompt
 
@@ -46,6 +49,22 @@ class Generation:
     temperature: float
     batch: int
     seed: int
+    generation_minutes: float = 0.0  # no batch begins later; 0: all prompts are completed
+
+    @property
+    def chunk(self) -> int:
+        """Number of prompts that are completed before they are stored."""
+        return max(_CHUNK, _CHUNK_BATCHES * self.batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rendered:
+    """A conversation as text."""
+
+    number: int  # of its line
+    prompt: str
+    whole: str | None  # None: the base has to generate the answer
+    pictures: tuple[Picture, ...]
 
 
 def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample], list[Prompt]]:
@@ -62,28 +81,40 @@ def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample],
     for path in paths:
         if not path.is_file():
             raise EdgeLLMError(f"no such data file: {path}")
+        rendered = []
         # Not str.splitlines: JSON strings may contain its other line ends.
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-            if not line.strip():
+            if line.strip():
+                with _explained(path, number):
+                    rendered.append(_rendered(base, line, number, path.absolute().parent))
+        texts = [text for one in rendered for text in (one.prompt, one.whole) if text is not None]
+        ids = iter(_ids(base, texts))
+        for one in rendered:
+            prompt = next(ids)
+            if one.whole is None:
+                prompts[Prompt(prompt, one.pictures)] = None
                 continue
-            try:
-                sample = _sample(base, line, path.absolute().parent)
-            except EdgeLLMError as error:
-                raise EdgeLLMError(f"{path} line {number}: {error}", hint=error.hint) from None
-            except (ValueError, KeyError, TypeError, IndexError, TemplateError) as error:
-                raise EdgeLLMError(
-                    f"{path} line {number} is not a conversation: {error!r}",
-                    hint='each line is {"messages": [{"role": "user", "content": "..."}]}',
-                ) from None
-            if sample.answer:
-                samples.append(sample)
-            else:
-                prompts[sample.prompt] = None
+            with _explained(path, one.number):
+                samples.append(_sample(prompt, next(ids), one.pictures))
     return samples, list(prompts)
 
 
-def _sample(base: Base, line: bytes, folder: Path) -> Sample:
-    """Parse one line; the answer is empty if the base has to generate it."""
+@contextmanager
+def _explained(path: Path, number: int) -> Iterator[None]:
+    """Name the file and the line in errors."""
+    try:
+        yield
+    except EdgeLLMError as error:
+        raise EdgeLLMError(f"{path} line {number}: {error}", hint=error.hint) from None
+    except (ValueError, KeyError, TypeError, IndexError, TemplateError) as error:
+        raise EdgeLLMError(
+            f"{path} line {number} is not a conversation: {error!r}",
+            hint='each line is {"messages": [{"role": "user", "content": "..."}]}',
+        ) from None
+
+
+def _rendered(base: Base, line: bytes, number: int, folder: Path) -> _Rendered:
+    """Parse one line, and apply the chat template."""
     messages = parse(line)["messages"]
     if not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
         raise TypeError("a message has no role or no content")
@@ -92,16 +123,21 @@ def _sample(base: Base, line: bytes, folder: Path) -> Sample:
     prepared = [one for _, one in opened]
     has_answer = messages[-1]["role"] == "assistant"
     before = messages[:-1] if has_answer else messages
-    prompt = _ids(base, before, prepared, answer_next=True)
-    if not has_answer:
-        return Sample(Prompt(tuple(prompt), pictures), ())
-    whole = _ids(base, messages, prepared, answer_next=False)
+    prompt = _text(base, before, prepared, answer_next=True)
+    whole = _text(base, messages, prepared, answer_next=False) if has_answer else None
+    return _Rendered(number=number, prompt=prompt, whole=whole, pictures=pictures)
+
+
+def _sample(
+    prompt: tuple[int, ...], whole: tuple[int, ...], pictures: tuple[Picture, ...]
+) -> Sample:
+    """Separate the answer from a whole conversation."""
     # Some templates render the generation prompt differently from earlier answers.
     pairs = enumerate(zip(prompt, whole, strict=False))
     begin = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(whole)))
     if begin == len(whole):
         raise ValueError("the chat template drops the answer")
-    return Sample(Prompt(tuple(whole[:begin]), pictures), tuple(whole[begin:]))
+    return Sample(Prompt(whole[:begin], pictures), whole[begin:])
 
 
 def _sources(messages: list[dict[str, Any]]) -> list[str]:
@@ -124,16 +160,21 @@ def _open_picture(base: Base, source: str, folder: Path) -> tuple[Picture, Prepa
     return base.pictures.prepare(source, folder)
 
 
-def _ids(
+def _text(
     base: Base, messages: list[dict[str, Any]], prepared: list[Prepared], *, answer_next: bool
-) -> list[int]:
+) -> str:
     text = base.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=answer_next
     )
     assert isinstance(text, str)
-    if base.pictures is not None:
-        text = base.pictures.expand(text, prepared)
-    return list(base.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return text if base.pictures is None else base.pictures.expand(text, prepared)
+
+
+def _ids(base: Base, texts: list[str]) -> list[tuple[int, ...]]:
+    """Tokenize all texts at once, which uses all cores."""
+    if not texts:
+        return []
+    return [tuple(ids) for ids in base.tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Iterator[int]:
@@ -156,7 +197,7 @@ def write_prompts(base: Base, store: Path, count: int, how: Generation) -> Itera
     num_repeated = 0
     while len(written) < count:
         rows = generate(
-            base, [Prompt(tuple(opening))] * _CHUNK, stop_ids=frozenset([end]),
+            base, [Prompt(tuple(opening))] * max(_CHUNK, how.batch), stop_ids=frozenset([end]),
             max_new_tokens=_PROMPT_TOKENS, temperature=1.0, batch=how.batch,
             seed=how.seed + len(written) + num_repeated,
         )  # fmt: skip
@@ -193,17 +234,22 @@ def _user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
 
 
 def answer_prompts(
-    base: Base, prompts: Sequence[Prompt], store: Path, how: Generation
+    base: Base,
+    prompts: Sequence[Prompt],
+    store: Path,
+    how: Generation,
+    deadline: float | None = None,
 ) -> Iterator[int]:
     """Let the base complete `prompts` into the JSONL file `store`; yield the number of answers.
 
     Prompts with a stored answer are skipped. Answers do not depend on interrupts: the batches are
-    always the same, and an interrupted batch is repeated.
+    always the same, and an interrupted batch is repeated. No batch begins after `deadline` (of
+    `time.monotonic`).
     """
     done = begin_answers(store)
     yield sum(prompt in done for prompt in prompts)
-    for start in range(0, len(prompts), _CHUNK):
-        chunk = prompts[start : start + _CHUNK]
+    for start in range(0, len(prompts), how.chunk):
+        chunk = prompts[start : start + how.chunk]
         if all(prompt in done for prompt in chunk):
             continue
         sampled = round(len(chunk) * how.sampled_share)
@@ -212,10 +258,14 @@ def answer_prompts(
                 continue
             rows = generate(
                 base, part, stop_ids=base.stop_ids, max_new_tokens=how.max_new_tokens,
-                temperature=temperature, batch=how.batch, seed=how.seed + start,
+                temperature=temperature, batch=how.batch, seed=how.seed + start, deadline=deadline,
             )  # fmt: skip
             new = [Sample(part[at], tuple(ids)) for at, ids in rows if part[at] not in done]
             add_answers(store, new)
+            done.update(sample.prompt for sample in new)
+        if deadline is not None and time.monotonic() >= deadline:
+            yield sum(prompt in done for prompt in prompts)
+            return
         yield start + len(chunk)
 
 

@@ -2,10 +2,15 @@
 
 A draft predicts the base's outputs, so the base's own text is the best training text. Finished
 sequences leave the batch once they are a fifth of it.
+
+On a GPU, a step of a small base takes as long for thousands of sequences as for one: its kernels
+start one by one. So batches are large, tokens stay on the GPU, and the host reads them rarely.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +19,10 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from edgellm.tools.train_draft.base import Base, Prompt, Rows, padded
+from edgellm.tools.train_draft.data.grouped_attention import grouped_attention
+
+# Steps between two reads of the tokens; a GPU's reads wait for all of its kernels.
+_STEPS_PER_READ = {"cpu": 1, "cuda": 8}
 
 Output = tuple[int, list[int]]  # index of the prompt, generated ids
 
@@ -66,24 +75,34 @@ def generate(
     temperature: float,
     batch: int,
     seed: int,
+    deadline: float | None = None,
 ) -> Iterator[Output]:
     """Generate outputs for `prompts`, in batches of similar length; temperature 0 is greedy.
 
-    An output ends with a stop token, or without one at `max_new_tokens`.
+    An output ends with a stop token, or without one at `max_new_tokens`. No batch begins after
+    `deadline` (of `time.monotonic`). A batch that exceeds a GPU's memory is halved, with a message.
     """
     randomness = torch.Generator(base.model.device).manual_seed(seed)
     by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].ids))
-    for start in range(0, len(by_length), batch):
-        chosen = by_length[start : start + batch]
-        answers = _complete(
-            base,
-            [prompts[index] for index in chosen],
-            stop_ids,
-            max_new_tokens,
-            temperature,
-            randomness,
-        )
-        yield from zip(chosen, answers, strict=True)
+    waiting = [by_length[start : start + batch] for start in range(0, len(by_length), batch)][::-1]
+    while waiting and (deadline is None or time.monotonic() < deadline):
+        chosen = waiting.pop()
+        own = [prompts[index] for index in chosen]
+        try:
+            with grouped_attention(base.model):
+                answers = _complete(base, own, stop_ids, max_new_tokens, temperature, randomness)
+        except torch.OutOfMemoryError:
+            if len(chosen) == 1:
+                raise
+            half = len(chosen) // 2
+            print(
+                f"{len(chosen)} prompts exceed the GPU's memory; trying {half} in a batch",
+                file=sys.stderr,
+                flush=True,
+            )
+            waiting += [chosen[half:], chosen[:half]]
+        else:
+            yield from zip(chosen, answers, strict=True)
 
 
 def _complete(
@@ -95,32 +114,47 @@ def _complete(
     randomness: torch.Generator,
 ) -> list[list[int]]:
     """Generate the outputs of one batch, left-padded to one length."""
+    device = base.model.device
+    steps_per_read = _STEPS_PER_READ.get(device.type, 1)
     ids, attends = padded([prompt.ids for prompt in prompts], left=True)
     rows = Rows(ids, attends, tuple(prompt.pictures for prompt in prompts))
     positions, cache = base.positions(rows), Cache(layer_class_to_replicate=_PreallocatedLayer)
+    attends, positions = attends.to(device), positions.to(device)
     answers: list[list[int]] = [[] for _ in prompts]
-    running = answers
-    for _ in range(max_new_tokens):
+    running, unread = answers, []
+    for step in range(1, max_new_tokens + 1):
         output = base.decoder(**base.inputs(rows, positions), past_key_values=cache, use_cache=True)
         logits = nn.functional.linear(output.last_hidden_state[:, -1], base.head)
-        picked = _pick(logits.float(), temperature, randomness).cpu()
-        finished = []
-        for answer, token in zip(running, picked.tolist(), strict=True):
-            if not answer or answer[-1] not in stop_ids:
-                answer.append(token)
-            finished.append(answer[-1] in stop_ids)
+        picked = _pick(logits.float(), temperature, randomness)
+        unread.append(picked)
         # The position after a picture is that after its longer side, on all axes.
         positions = positions[..., -1:].amax(0, keepdim=True).expand_as(positions[..., -1:]) + 1
         attends = torch.cat([attends, attends.new_ones(len(running), 1)], dim=1)
-        if sum(finished) * 5 >= len(running):
-            keep = [index for index, done in enumerate(finished) if not done]
-            if not keep:
-                break
-            running = [running[index] for index in keep]
-            cache.batch_select_indices(torch.tensor(keep, device=base.model.device))
-            picked, attends, positions = picked[keep], attends[keep], positions[:, keep]
+        if step % steps_per_read == 0 or step == max_new_tokens:
+            finished = _append(running, torch.stack(unread, 1).tolist(), stop_ids)
+            unread = []
+            if sum(finished) * 5 >= len(running):
+                keep = [index for index, done in enumerate(finished) if not done]
+                if not keep:
+                    break
+                running = [running[index] for index in keep]
+                kept = torch.tensor(keep, device=device)
+                cache.batch_select_indices(kept)
+                picked, attends, positions = picked[kept], attends[kept], positions[:, kept]
         rows = Rows(picked[:, None], attends, ((),) * len(running))
     return answers
+
+
+def _append(
+    answers: Sequence[list[int]], tokens: Sequence[list[int]], stop_ids: frozenset[int]
+) -> list[bool]:
+    """Append new tokens to each answer, up to a stop token; return which answers have ended."""
+    for answer, new in zip(answers, tokens, strict=True):
+        for token in new:
+            if answer and answer[-1] in stop_ids:
+                break
+            answer.append(token)
+    return [answer[-1] in stop_ids for answer in answers]
 
 
 def _pick(logits: torch.Tensor, temperature: float, randomness: torch.Generator) -> torch.Tensor:

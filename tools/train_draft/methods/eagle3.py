@@ -66,7 +66,8 @@ class Eagle3:
 
     def _set_vocabulary(self, vocabulary: np.ndarray) -> None:
         self.vocabulary = vocabulary
-        self._base_head, self._in_vocabulary = cut_head(self.tapped.base.head, vocabulary)
+        self._base_head, known = cut_head(self.tapped.base.head, vocabulary)
+        self._in_vocabulary = known.cpu()
 
     def loss(self, batch: Batch, features: Tensor, step: int) -> Tensor:
         """See `Learner`: soft cross entropy with the base's distribution."""
@@ -82,8 +83,8 @@ class Eagle3:
 
     def predictions(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return normed hidden states [unrolls, R, H] and the base's probabilities [R, Vd]."""
-        ids, learned = batch.rows.ids.to(features.device), batch.learned.to(features.device)
-        known = learned[:, 1:] & self._in_vocabulary[ids[:, 1:]]
+        # On the CPU: the shapes that follow from it do not wait for the GPU.
+        known = batch.learned[:, 1:] & self._in_vocabulary[batch.rows.ids[:, 1:]]
         known[:, : self.steps] = False
         taps = features[:, :, : len(self.tapped.taps)]
         hidden, states = unrolled(

@@ -113,12 +113,18 @@ class Unrolled(nn.Module):
     The embedding is the base's, and frozen.
     """
 
+    _inverse_frequencies: Tensor
+    _axes: Tensor
+
     def __init__(self, shape: DraftShape) -> None:
         super().__init__()
         self.shape = shape
         rope = read_rope(ConfigReader(shape.rope_config), shape.head_dim, 0)
-        self._inverse_frequencies = torch.from_numpy(rope.inv_freq)  # [D/2]
-        self._axes = torch.tensor(rope.axes or (0,) * len(rope.inv_freq))
+        frequencies, axes = torch.from_numpy(rope.inv_freq), rope.axes  # [D/2]
+        self.register_buffer("_inverse_frequencies", frequencies, persistent=False)
+        self.register_buffer(
+            "_axes", torch.tensor(axes or (0,) * len(frequencies)), persistent=False
+        )
 
     @property
     def layer(self) -> Layer:
@@ -160,8 +166,8 @@ class Unrolled(nn.Module):
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of RoPE for positions [axes, B, S], each [B, 1, S, D/2]."""
-        of_pairs = positions[self._axes.to(positions.device)].float()  # [D/2, B, S]
-        angles = of_pairs.permute(1, 2, 0) * self._inverse_frequencies.to(positions.device)
+        of_pairs = positions[self._axes].float()  # [D/2, B, S]
+        angles = of_pairs.permute(1, 2, 0) * self._inverse_frequencies
         return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
 
     def _step(

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-PIECE = 256  # tokens per chunk
+PIECE = 256  # tokens per chunk, at least
+_GPU_LOGITS = (
+    1 << 26
+)  # per chunk on a GPU, where many small kernels take longer than few large ones
+
+
+def piece_size(weight: Tensor) -> int:
+    """Return the tokens per chunk for a head [V, H]."""
+    return PIECE if weight.device.type == "cpu" else max(PIECE, _GPU_LOGITS // len(weight))
 
 
 def cut_head(head: Tensor, vocabulary: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -57,8 +65,9 @@ class _HeadLoss(torch.autograd.Function):
         unrolls, rows, _ = hidden.shape
         loss = torch.zeros((), device=hidden.device)
         logit_grad = hidden.new_empty(unrolls, rows, weight.shape[0])
-        for start in range(0, rows, PIECE):
-            piece = slice(start, start + PIECE)
+        size = piece_size(weight)
+        for start in range(0, rows, size):
+            piece = slice(start, start + size)
             target = targets[piece].float()
             for unroll in range(unrolls):
                 log_q = (hidden[unroll, piece] @ weight.T).float().log_softmax(-1)
@@ -85,8 +94,9 @@ def token_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
     The backward pass recomputes the logits.
     """
     total = torch.zeros((), device=hidden.device)
-    for start in range(0, len(hidden), PIECE):
-        piece = slice(start, start + PIECE)
+    size = piece_size(weight)
+    for start in range(0, len(hidden), size):
+        piece = slice(start, start + size)
         part = checkpoint(_token_loss, hidden[piece], weight, tokens[piece], use_reentrant=False)
         assert isinstance(part, Tensor)
         total = total + part

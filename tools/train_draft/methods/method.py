@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from edgellm.tools.train_draft.base import Base
+from edgellm.tools.train_draft.base import Base, to_device
 from edgellm.tools.train_draft.data.corpus import Sample
 from edgellm.tools.train_draft.data.hidden_states import Batch, TappedBase
 from edgellm.tools.train_draft.methods.eagle_network import Unrolled
@@ -56,7 +56,7 @@ def embedded(base: Base, batch: Batch, features: Tensor) -> Tensor:
     """Return the base's input embeddings, [B, S, H]; with images, they are in `features`."""
     if base.pictures is not None:
         return features[:, :, -1]
-    return nn.functional.embedding(batch.rows.ids.to(features.device), base.embedding)
+    return nn.functional.embedding(to_device(batch.rows.ids, features.device), base.embedding)
 
 
 def unrolled(
@@ -80,7 +80,8 @@ def unrolled(
         batch: conversations.
         features: hidden states of the batch, [B, S, streams, H].
         unrolls: consecutive draft steps.
-        known: bool [B, S - 1], tokens p whose next token is trained; False before `unrolls`.
+        known: bool [B, S - 1], tokens p whose next token is trained; False before `unrolls`. On
+            the CPU, its shapes do not wait for a GPU.
         taps: the draft's part of `features`, [B, S, num_taps, H].
 
     Returns:
@@ -88,15 +89,16 @@ def unrolled(
     """
     device, dtype = features.device, tapped.base.head.dtype
     rows, places = known.nonzero(as_tuple=True)
+    first = int(places.min()) - unrolls if len(places) else 0
+    rows, places = to_device(rows, device), to_device(places, device)
     states = features[rows, places, len(tapped.taps)].to(dtype)
     padding = (0, unrolls - 1)
     embeddings = embedded(tapped.base, batch, features)[:, 1:].to(dtype)
     embeddings = nn.functional.pad(embeddings, (0, 0, *padding))
-    positions = tapped.base.positions(batch.rows)[..., :-1].to(device)
+    positions = to_device(tapped.base.positions(batch.rows)[..., :-1], device)
     positions = nn.functional.pad(positions, padding)
     true_states = taps[:, :-1].flatten(2).to(dtype)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        first = int(places.min()) - unrolls if len(places) else 0
         newest = places - 1 - first
         hidden = draft.unroll(true_states, embeddings, positions, unrolls, first)
         return torch.stack([x[rows, newest - step] for step, x in enumerate(hidden)]), states
