@@ -69,6 +69,7 @@ class Method:
 
 
 _FIXED = SpecOptions(top_k=8, steps=5, verify_size=16, tree="fixed")
+_FIXED_WITH_TEXT = SpecOptions(top_k=8, steps=6, verify_size=16, tree="fixed", lookups=("suffix",))
 _EAGLE2 = SpecOptions(top_k=10, steps=6, verify_size=60, tree="fixed")
 _CHOICES = NAMED["mc_sim_7b_63"]
 _STATIC = SpecOptions(choices=_CHOICES)
@@ -78,6 +79,7 @@ METHODS = {
     "ngram": Method(SpecOptions(network=None, lookups=("ngram",))),
     "suffix": Method(SpecOptions(network=None, lookups=("suffix",))),
     "eagle3-fixed": Method(_FIXED),
+    "eagle3+suffix-fixed": Method(_FIXED_WITH_TEXT),
     "eagle3": Method(SpecOptions()),
     "eagle3+ngram": Method(SpecOptions(lookups=("ngram",))),
     "eagle3+suffix": Method(SpecOptions(lookups=("suffix",))),

@@ -55,6 +55,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "float32",
     },
 }
+# A quarter of the layers, for contexts that would take an hour.
+SHAPES["qwen2.5-0.5b-quarter"] = {
+    **SHAPES["qwen2.5-0.5b"],
+    "num_hidden_layers": 6,
+    "max_position_embeddings": 65536,
+}
 _E2B: dict[str, Any] = {
     "model_type": "gemma4_text",
     "architectures": ["Gemma4ForCausalLM"],
