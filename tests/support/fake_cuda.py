@@ -213,6 +213,7 @@ def fake_graphs(driver: FakeDriver, *, fails_at: str = "") -> Any:
         "cuStreamEndCapture": (1,),
         "cuGraphInstantiate": (2,),
         "cuGraphDestroy": (),
+        "cuGraphExecDestroy": (),
         "cuGraphLaunch": (),
     }
     functions = {name: function(name, *found) for name, found in names.items()}

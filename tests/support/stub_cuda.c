@@ -412,6 +412,11 @@ Status cuGraphDestroy(Graph *graph) {
   BEGIN(ANYWHERE);
   return SUCCESS;
 }
+Status cuGraphExecDestroy(void *executable) {
+  (void)executable;
+  BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
+  return SUCCESS;
+}
 Status cuGraphLaunch(const Graph *graph, void *stream) {
   BEGIN(IN_CONTEXT | OUTSIDE_CAPTURE);
   Status status = SUCCESS;

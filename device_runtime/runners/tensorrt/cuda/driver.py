@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ class CudaDevice:
         self._context, self._thread = gpu.retain_primary_context(), _Thread()
         self._opener = threading.get_ident()
         self._can_capture, self._is_capturing, self._is_closed = True, False, False
-        self._unused: deque[Any] = deque()  # allocations to be freed
+        self._unused: deque[Any] = deque()  # allocations and graphs to be freed
         try:
             with self.current():
                 self._open()
@@ -392,13 +393,17 @@ class CudaDevice:
         finally:
             ended = graphs.cuStreamEndCapture(stream)
         graph = _result("cuStreamEndCapture", ended)
-        executable = self._ask("cuGraphInstantiate", graph, 0)
-        self._ask("cuGraphDestroy", graph)
+        try:
+            executable = self._ask("cuGraphInstantiate", graph, 0)
+        finally:
+            self._ask("cuGraphDestroy", graph)
 
         def replay() -> None:
             with self.current():
                 self._ask("cuGraphLaunch", executable, stream)
 
+        destroy = functools.partial(self._ask, "cuGraphExecDestroy", executable)
+        self._freed_with(replay, SimpleNamespace(free=destroy))
         return replay
 
     def _ask(self, name: str, *arguments: Any) -> Any:

@@ -281,6 +281,23 @@ def test_what_cannot_be_recorded_runs_all_the_same(open_gpu, caplog, fails_at):
     assert "piece by piece" in record.message
 
 
+def test_recorded_graphs_are_destroyed(open_gpu):
+    """With their replay, or after the capture in which it goes."""
+    driver = FakeDriver()
+    device = open_gpu(driver)
+    replays = [device.capture(lambda: None) for _ in range(2)]
+
+    def enqueue() -> None:
+        replays.clear()
+        gc.collect()
+        assert "cuGraphExecDestroy" not in {name for name, _ in driver.calls}
+
+    replay = device.capture(enqueue)
+    names = [name for name, _ in driver.calls]
+    assert (names.count("cuGraphInstantiate"), names.count("cuGraphExecDestroy")) == (3, 2)
+    replay()
+
+
 def test_functions_that_a_driver_lacks_are_reported(caplog):
     """cuda-python raises a RuntimeError for them, and for a driver that is missing."""
     driver = FakeDriver()
