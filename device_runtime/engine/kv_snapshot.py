@@ -86,6 +86,7 @@ class SnapshotFolder:
                 "rows": [*map(_form, rows)], "states": [*map(_form, base.states)],
                 "features": [*map(_form, features)],
                 "draft_least_rows": [draft.min_length for draft in drafts],
+                "skipped_drafts": [draft.is_skipped for draft in drafts],
             }  # fmt: skip
             line = json.dumps(head).encode() + b"\n"
             name = hashlib.sha256(line).hexdigest()[:32] + _SUFFIX
@@ -135,10 +136,11 @@ class SnapshotFolder:
         parts = [PinnedKV(values=arrays[0], states=own, min_length=head.get("least_rows", 0))]
         features = arrays[rows + states :] or [np.zeros((0, 0), np.float32)] * (rows - 1)
         least = head.get("draft_least_rows") or [0] * (rows - 1)
-        drafts = zip(arrays[1:rows], features, least, strict=True)
+        skipped = head.get("skipped_drafts") or [False] * (rows - 1)
+        drafts = zip(arrays[1:rows], features, least, skipped, strict=True)
         parts += [
-            PinnedKV(values=values, feature=feature, min_length=min_length)
-            for values, feature, min_length in drafts
+            PinnedKV(values=values, feature=feature, min_length=min_length, is_skipped=is_skipped)
+            for values, feature, min_length, is_skipped in drafts
         ]
         return PinnedPrefix(tuple(head["keys"]), tuple(parts))
 

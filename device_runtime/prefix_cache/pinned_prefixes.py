@@ -53,6 +53,7 @@ class PinnedKV:
     # Hidden states [1, T*H] for the position after the others, if it waits for the next token
     feature: NDArray[Any] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     min_length: int = 0  # from which a prompt can be continued
+    is_skipped: bool = False  # a draft left out the first positions; it begins after the prefix
 
     @property
     def length(self) -> int:
@@ -139,7 +140,7 @@ class PinnedPrefix:
     @property
     def length(self) -> int:
         """Positions that all networks have."""
-        return min(part.length for part in self.parts)
+        return min(part.length for part in self.parts if not part.is_skipped)
 
     def holds(self, other: PinnedPrefix) -> bool:
         """Whether it can replace another, which is a prefix of it."""
@@ -158,6 +159,8 @@ class PinnedPrefix:
         common = count_common(self.keys, keys)
         found = min(common, base.length)
         for draft in drafts:
+            if draft.is_skipped:
+                continue
             # A draft's position also depends on the next token; hidden states do not.
             values = draft.values.shape[-2]
             is_waiting = len(draft.feature) and common > values

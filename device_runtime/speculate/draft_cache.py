@@ -306,6 +306,7 @@ class DraftKV:
             values=values,
             feature=self._waiting_feature(length),
             min_length=self.kv.min_length if values.shape[-2] else 0,
+            is_skipped=bool(self._skipped),
         )
 
     def _waiting_feature(self, length: int) -> F32:
@@ -321,6 +322,10 @@ class DraftKV:
         """See `CachedSequence`; `begin` sets the token after a waiting position."""
         values = pinned.values[..., :length, :]
         self._keys, self._waiting, self._skipped = [], [], 0
+        if pinned.is_skipped:
+            self.kv.truncate(0)
+            self._keys, self._skipped = list(keys[: length + 1]), length
+            return
         self.kv.write(values, min_length=pinned.min_length)
         self._keys = list(keys[: values.shape[-2] + 1])
         if len(pinned.feature) and length > pinned.values.shape[-2]:
