@@ -220,8 +220,6 @@ class _Compiler:
         engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
         weights = WeightFile(lowered.with_suffix(".data"))
         model = ir.load(portable)
-        if self._kernels is None:
-            _refuse(model)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
             self.notes = tuple(notes_of_blocks(model))
@@ -237,7 +235,8 @@ class _Compiler:
                 self._places,
                 engine.with_suffix(EXPERTS_SUFFIX),
             )
-            adapt(model, self.target.library.version)
+            library = self.target.library
+            adapt(model, library.version, ahead_of_time=library.is_ahead_of_time)
         weights.close()
         ir.save(model, lowered)
         del model

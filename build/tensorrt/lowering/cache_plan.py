@@ -71,7 +71,8 @@ def plan_cache(
     if is_recurrent:
         _require_alone(plan)
     own = ["recurrent layers"] if is_recurrent else []
-    if any(find_calls(graph, *EXPERT_CALLS) for graph in graphs):
+    is_mixture = any(find_calls(graph, *EXPERT_CALLS) for graph in graphs)
+    if is_mixture and not target.library.is_ahead_of_time:  # TensorRT-RTX's operators compute them
         own.append("mixtures of experts")
     if wanted == TENSORRT:
         _require_none(own, "--kernels tensorrt")

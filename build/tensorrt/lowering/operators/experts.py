@@ -1,0 +1,173 @@
+"""Mixtures of experts in TensorRT's operators.
+
+The first token of a pass gathers the weights of its experts, which the compiler fuses with decoding
+and products: one kernel reads the chosen weights only. Further tokens are computed by all experts,
+with a share of 0 for the others. A pass of one token has none of these, at compile time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from edgellm.build.lowering.experts import ExpertLayer
+from edgellm.build.lowering.graph import GraphEditor
+from edgellm.build.tensorrt.lowering.operators.expert_weights import store_stack
+
+_END = 1 << 40  # of slices; more than any pass has
+
+
+def lower_experts(graph: GraphEditor, dtype: ir.DataType) -> None:
+    """Rewrite all experts of a graph; their routing is inlined.
+
+    Args:
+        graph: before functions are inlined.
+        dtype: of activations.
+    """
+    for layer in ExpertLayer.all_of(graph.graph):
+        graph.cursor = layer.call
+        graph.replace(layer.call.outputs[0], _Emitter(graph, layer, dtype).emit())
+        graph.graph.remove(layer.call, safe=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Emitter:
+    """Nodes of one layer. Shapes: R tokens, K experts of a token, E experts, H hidden size."""
+
+    graph: GraphEditor
+    layer: ExpertLayer
+    dtype: ir.DataType  # of activations
+
+    def emit(self) -> ir.Value:
+        """The output [1, S, H]."""
+        stacks = self.layer.stacks if self.layer.is_gated else (self.layer.up, self.layer.down)
+        weights = [store_stack(self.graph, each, self.dtype) for each in stacks]
+        given = self.layer.x, self.layer.ids, self.layer.shares
+        first = self._of_one(*(self._rows(each, 0, 1) for each in given), weights)
+        others = self._of_all(*(self._rows(each, 1, _END) for each in given), weights)
+        return self.graph.node("Concat", [first, others], axis=1)
+
+    def _rows(self, x: ir.Value, begin: int, end: int) -> ir.Value:
+        ends = (self._numbers(each) for each in (begin, end, 1))
+        return self.graph.node("Slice", [x, *ends])
+
+    def _of_one(
+        self, x: ir.Value, ids: ir.Value, shares: ir.Value, weights: list[ir.Value]
+    ) -> ir.Value:
+        """[1, 1, H] of x [1, 1, H], by its experts. Values are rounded where `_of_all` does."""
+        graph = self.graph
+
+        def chosen(values: ir.Value) -> ir.Value:
+            """[1, 1, K, rows, columns] of [E, rows, columns]."""
+            return graph.node("Gather", [values, ids], axis=0)
+
+        def product(given: ir.Value, weight: ir.Value, *axes: int) -> ir.Value:
+            """Sums over inputs [1, 1, K or 1, in, 1], in float32."""
+            y = graph.node("Mul", [self._float(chosen(weight)), self._float(given)])
+            return self._cast(graph.node("ReduceSum", [y, self._numbers(*axes)], keepdims=1))
+
+        rows = graph.node("Unsqueeze", [x, self._numbers(2, 4)])
+        shares = graph.node("Unsqueeze", [shares, self._numbers(3, 4)])
+        found = []
+        for weight, bias in self._inner(weights):
+            y = product(rows, weight, 3)
+            found.append(y if bias is None else graph.node("Add", [y, chosen(bias)]))
+        gated = graph.node("Mul", [self._gated(found), shares])
+        gated = graph.node("Transpose", [gated], perm=[0, 1, 2, 4, 3])
+        y = product(gated, weights[-1], 2, 3)
+        if (bias := self._bias(2)) is not None:
+            biases = graph.node("Mul", [chosen(bias), shares])
+            sums = graph.node("ReduceSum", [biases, self._numbers(2)], keepdims=1)
+            y = graph.node("Add", [y, sums])
+        return graph.node("Squeeze", [y, self._numbers(2, 3)])
+
+    def _of_all(
+        self, x: ir.Value, ids: ir.Value, shares: ir.Value, weights: list[ir.Value]
+    ) -> ir.Value:
+        """[1, R, H] of x [1, R, H], by all experts: their last products are one."""
+        graph, layer = self.graph, self.layer
+        shares = self._share_of_each(ids, shares)
+        by_expert = graph.node("Transpose", [shares], perm=[2, 1, 0])
+        found = []
+        for weight, bias in self._inner(weights):
+            y = graph.node("MatMul", [x, weight])  # [E, R, I]
+            found.append(y if bias is None else graph.node("Add", [y, bias]))
+        zero = self._number(0.0)
+        # An expert that a token did not choose may have overflowed.
+        is_unchosen = graph.node("Equal", [by_expert, zero])
+        gated = graph.node("Mul", [self._gated(found), by_expert])
+        gated = graph.node("Where", [is_unchosen, zero, gated])
+        width = layer.count * layer.down.shape[1]
+        rows = graph.node(
+            "Reshape",
+            [graph.node("Transpose", [gated], perm=[1, 0, 2]), self._numbers(0, width)],
+        )
+        matrix = graph.node("Reshape", [weights[-1], self._numbers(width, layer.down.shape[2])])
+        y = graph.node("Unsqueeze", [graph.node("MatMul", [rows, matrix]), self._numbers(0)])
+        if (bias := self._bias(2)) is None:
+            return y
+        bias = graph.node("Squeeze", [bias, self._numbers(1)])
+        return graph.node("Add", [y, graph.node("MatMul", [shares, bias])])
+
+    def _inner(self, weights: list[ir.Value]) -> Iterator[tuple[ir.Value, ir.Value | None]]:
+        """Weights and biases of gates, if there are any, and of ups."""
+        at = range(3 - len(weights), 2)
+        return ((weight, self._bias(index)) for weight, index in zip(weights, at, strict=False))
+
+    def _share_of_each(self, ids: ir.Value, shares: ir.Value) -> ir.Value:
+        """[1, R, E]; 0 for experts that a token did not choose."""
+        graph, last = self.graph, self._numbers(3)
+        is_chosen = graph.node(
+            "Equal", [graph.node("Unsqueeze", [ids, last]), self._numbers(*range(self.layer.count))]
+        )
+        each = graph.node(
+            "Where",
+            [is_chosen, graph.node("Unsqueeze", [shares, last]), self._number(0.0)],
+        )
+        return graph.node("ReduceSum", [each, self._numbers(2)], keepdims=0)
+
+    def _gated(self, found: list[ir.Value]) -> ir.Value:
+        """As `edgellm.export.onnx.functions.experts`; without gates a squared ReLU."""
+        graph, layer = self.graph, self.layer
+        up = found[-1]
+        if not layer.is_gated:
+            positive = graph.node("Max", [up, self._number(0.0)])
+            return graph.node("Mul", [positive, positive])
+        gate = found[0]
+        if layer.limit is not None:
+            limit, least = self._number(layer.limit), self._number(-layer.limit)
+            gate = graph.node("Min", [gate, limit])
+            up = graph.node("Max", [graph.node("Min", [up, limit]), least])
+        slope = self._number(layer.alpha)
+        if layer.cubic:  # not times the square, which overflows in float16
+            scaled = graph.node("Mul", [gate, self._number(layer.cubic)])
+            slope = graph.node("Add", [slope, graph.node("Mul", [scaled, gate])])
+        sigmoid = graph.node("Sigmoid", [graph.node("Mul", [gate, slope])])
+        if layer.offset:
+            up = graph.node("Add", [up, self._number(layer.offset)])
+        return graph.node("Mul", [graph.node("Mul", [gate, sigmoid]), up])
+
+    def _bias(self, at: int) -> ir.Value | None:
+        """Biases [E, 1, out] of a projection; None if there are none."""
+        bias, kind = self.layer.biases[at], self.dtype
+        if bias is None:
+            return None
+        name = f"{self.layer.stacks[at].parameter}.bias.{kind.name.lower()}"
+        return self.graph.weight(name, lambda: bias[:, None].astype(kind.numpy()))
+
+    def _float(self, x: ir.Value) -> ir.Value:
+        return self.graph.node("Cast", [x], to=int(ir.DataType.FLOAT))
+
+    def _cast(self, x: ir.Value) -> ir.Value:
+        return self.graph.node("Cast", [x], to=int(self.dtype))
+
+    def _numbers(self, *values: int) -> ir.Value:
+        shown = f"{values[0]}..{values[-1]}" if len(values) > 4 else values
+        return self.graph.constant(f"numbers.{shown}", np.array(values, np.int64))
+
+    def _number(self, value: float) -> ir.Value:
+        array = np.array(value, self.dtype.numpy())
+        return self.graph.constant(f"number.{value}.{self.dtype.name.lower()}", array)
