@@ -7,7 +7,7 @@ stores 4-bit weights twice or crashes. FP4 is stored as INT4, which every GPU ta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,17 +40,13 @@ class PlanForm:
     has_shifts: bool
 
     @classmethod
-    def of(cls, stack: Stack) -> PlanForm:
-        """The form that keeps a projection's values."""
-        form = ExpertForm.of(stack)
+    def of(cls, *stacks: Stack) -> PlanForm:
+        """The form that keeps values of projections, which are stored alike."""
+        form, width = ExpertForm.of(stacks[0]), sum(stack.shape[2] for stack in stacks)
         codes = {"fp16": "float", "fp4": "int4"}.get(form.codes, form.codes)
-        if codes == "int4" and stack.shape[2] % 2:  # pairs of outputs share a byte
+        if codes == "int4" and width % 2:  # pairs of outputs share a byte
             codes = "int8"
-        parts = (stack.expert(index) for index in range(stack.shape[0]))
-        is_integer = form.codes in ("int4", "int8")
-        has_shifts = form.is_shifted or (
-            is_integer and any(bool((part.scales() < 0).any()) for part in parts)
-        )
+        has_shifts = form.codes in ("int4", "int8") and any(map(_needs_shifts, stacks))
         is_fp4 = form.codes == "fp4"
         return cls(codes=codes, is_fp4=is_fp4, block=form.block, has_shifts=has_shifts)
 
@@ -68,16 +64,25 @@ def plan_bytes(layer: ExpertLayer, dtype: ir.DataType) -> int:
     return sum(PlanForm.of(each).num_bytes(each.shape, dtype) for each in stored_stacks(layer))
 
 
-def store_stack(graph: GraphEditor, stack: Stack, dtype: ir.DataType) -> ir.Value:
-    """The weights [E, in, out] of a projection in `dtype`."""
-    form, name = PlanForm.of(stack), stack.parameter
-    count, width, out = stack.shape
+def can_merge(one: Stack, other: Stack) -> bool:
+    """Whether two projections of the same inputs are stored alike."""
+    forms = [ExpertForm.of(each) for each in (one, other)]
+    return len({(form.codes, form.block) for form in forms}) == 1
+
+
+def store_stacks(graph: GraphEditor, stacks: Sequence[Stack], dtype: ir.DataType) -> ir.Value:
+    """The weights [E, in, out] of projections in `dtype`, concatenated along their outputs."""
+    form, name = PlanForm.of(*stacks), "+".join(stack.parameter for stack in stacks)
+    count, width, _ = stacks[0].shape
+    out = sum(stack.shape[2] for stack in stacks)
 
     def stored(
         ending: str, kind: ir.DataType, rows: int, make: Callable[[WeightPart], np.ndarray]
     ) -> ir.Value:
         def pieces() -> Iterator[bytes]:
-            return (_bytes(make(stack.expert(index)), kind) for index in range(count))
+            for index in range(count):
+                parts = [make(stack.expert(index)) for stack in stacks]
+                yield _bytes(np.concatenate(parts, 1), kind)
 
         size, shape = int(count * rows * out * kind.itemsize), (count, rows, out)
         return graph.streamed_weight(f"{name}.{ending}", size, pieces, kind, shape)
@@ -91,13 +96,23 @@ def store_stack(graph: GraphEditor, stack: Stack, dtype: ir.DataType) -> ir.Valu
     if form.is_fp4:
         floats = graph.constant(f"ones.{count}.{out}", np.ones((count, 1, out), np.float32))
         values = graph.node("DequantizeLinear", [codes, floats], axis=1, block_size=width)
-        values = _by_block(graph, stack, "Mul", _doubled(graph, values), scales)
+        values = _by_block(
+            graph, (count, width, out), "Mul", (_doubled(graph, values), scales), form.block
+        )
     else:
         values = graph.node("DequantizeLinear", [codes, scales], axis=1, block_size=form.block)
     if form.has_shifts:
         shifts = stored("shifts", _F32, blocks, lambda part: _split(part, form)[2])
-        values = _by_block(graph, stack, "Add", values, shifts)
+        values = _by_block(graph, (count, width, out), "Add", (values, shifts), form.block)
     return graph.node("Cast", [values], to=int(dtype))
+
+
+def _needs_shifts(stack: Stack) -> bool:
+    """Whether a projection of integer codes has shifts, or scales that are negative."""
+    if ExpertForm.of(stack).is_shifted:
+        return True
+    parts = (stack.expert(index) for index in range(stack.shape[0]))
+    return any(bool((part.scales() < 0).any()) for part in parts)
 
 
 def _bytes(array: np.ndarray, kind: ir.DataType) -> bytes:
@@ -154,12 +169,15 @@ def _doubled(graph: GraphEditor, index: ir.Value) -> ir.Value:
 
 
 def _by_block(
-    graph: GraphEditor, stack: Stack, operator: str, values: ir.Value, factors: ir.Value
+    graph: GraphEditor,
+    shape: tuple[int, int, int],
+    operator: str,
+    operands: tuple[ir.Value, ir.Value],
+    block: int,
 ) -> ir.Value:
-    """Values [E, in, out] with factors [E, blocks, out] of blocks of inputs."""
-    count, width, out = stack.shape
-    blocks = width // (stack.block_size or width)
-    sizes = np.array([count, blocks, width // blocks, out]), np.array(stack.shape)
+    """Values of a shape [E, in, out] with factors [E, blocks, out] of blocks of inputs."""
+    (count, width, out), (values, factors) = shape, operands
+    sizes = np.array([count, width // block, block, out]), np.array(shape)
     apart, whole = (graph.constant(f"shape.{each.tolist()}", each) for each in sizes)
     each = graph.node("Unsqueeze", [factors, graph.constant("axis.2", np.array([2]))])
     found = graph.node(operator, [graph.node("Reshape", [values, apart]), each])

@@ -7,7 +7,6 @@ with a share of 0 for the others. A pass of one token has none of these, at comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.tensorrt.lowering.operators.expert_weights import store_stack
+from edgellm.build.tensorrt.lowering.operators.expert_weights import can_merge, store_stacks
 
 _END = 1 << 40  # of slices; more than any pass has
 
@@ -34,6 +33,14 @@ def lower_experts(graph: GraphEditor, dtype: ir.DataType) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Matrix:
+    """Projections of the same inputs: weights [E, in, out], biases [E, 1, out] if there are any."""
+
+    weight: ir.Value
+    bias: ir.Value | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Emitter:
     """Nodes of one layer. Shapes: R tokens, K experts of a token, E experts, H hidden size."""
 
@@ -43,22 +50,47 @@ class _Emitter:
 
     def emit(self) -> ir.Value:
         """The output [1, S, H]."""
-        stacks = self.layer.stacks if self.layer.is_gated else (self.layer.up, self.layer.down)
-        weights = [store_stack(self.graph, each, self.dtype) for each in stacks]
+        gate, up = (0,), (1,)
+        if not self.layer.is_gated:
+            groups = [up]
+        elif can_merge(self.layer.gate, self.layer.up):
+            groups = [gate + up]  # else the compiler merges their sums, and decodes apart
+        else:
+            groups = [gate, up]
+        inner, down = [self._matrix(*group) for group in groups], self._matrix(2)
         given = self.layer.x, self.layer.ids, self.layer.shares
-        first = self._of_one(*(self._rows(each, 0, 1) for each in given), weights)
-        others = self._of_all(*(self._rows(each, 1, _END) for each in given), weights)
+        first = self._of_one(*(self._rows(each, 0, 1) for each in given), (inner, down))
+        others = self._of_all(*(self._rows(each, 1, _END) for each in given), (inner, down))
         return self.graph.node("Concat", [first, others], axis=1)
+
+    def _matrix(self, *group: int) -> _Matrix:
+        """Projections by their places among gate, up and down."""
+        stacks = [self.layer.stacks[at] for at in group]
+        biases = [self.layer.biases[at] for at in group]
+        bias = None
+        if any(each is not None for each in biases):
+            found = [
+                np.zeros((stack.shape[0], stack.shape[2]), np.float32) if each is None else each
+                for stack, each in zip(stacks, biases, strict=True)
+            ]
+            whole = np.concatenate(found, 1)[:, None].astype(self.dtype.numpy())
+            name = "+".join(stack.parameter for stack in stacks)
+            bias = self.graph.weight(f"{name}.biases", lambda: whole)
+        return _Matrix(store_stacks(self.graph, stacks, self.dtype), bias)
 
     def _rows(self, x: ir.Value, begin: int, end: int) -> ir.Value:
         ends = (self._numbers(each) for each in (begin, end, 1))
         return self.graph.node("Slice", [x, *ends])
 
     def _of_one(
-        self, x: ir.Value, ids: ir.Value, shares: ir.Value, weights: list[ir.Value]
+        self,
+        x: ir.Value,
+        ids: ir.Value,
+        shares: ir.Value,
+        matrices: tuple[list[_Matrix], _Matrix],
     ) -> ir.Value:
         """[1, 1, H] of x [1, 1, H], by its experts. Values are rounded where `_of_all` does."""
-        graph = self.graph
+        graph, (inner, down) = self.graph, matrices
 
         def chosen(values: ir.Value) -> ir.Value:
             """[1, 1, K, rows, columns] of [E, rows, columns]."""
@@ -72,50 +104,48 @@ class _Emitter:
         rows = graph.node("Unsqueeze", [x, self._numbers(2, 4)])
         shares = graph.node("Unsqueeze", [shares, self._numbers(3, 4)])
         found = []
-        for weight, bias in self._inner(weights):
-            y = product(rows, weight, 3)
-            found.append(y if bias is None else graph.node("Add", [y, chosen(bias)]))
+        for each in inner:
+            y = product(rows, each.weight, 3)
+            found.append(y if each.bias is None else graph.node("Add", [y, chosen(each.bias)]))
         gated = graph.node("Mul", [self._gated(found), shares])
         gated = graph.node("Transpose", [gated], perm=[0, 1, 2, 4, 3])
-        y = product(gated, weights[-1], 2, 3)
-        if (bias := self._bias(2)) is not None:
-            biases = graph.node("Mul", [chosen(bias), shares])
+        y = product(gated, down.weight, 2, 3)
+        if down.bias is not None:
+            biases = graph.node("Mul", [chosen(down.bias), shares])
             sums = graph.node("ReduceSum", [biases, self._numbers(2)], keepdims=1)
             y = graph.node("Add", [y, sums])
         return graph.node("Squeeze", [y, self._numbers(2, 3)])
 
     def _of_all(
-        self, x: ir.Value, ids: ir.Value, shares: ir.Value, weights: list[ir.Value]
+        self,
+        x: ir.Value,
+        ids: ir.Value,
+        shares: ir.Value,
+        matrices: tuple[list[_Matrix], _Matrix],
     ) -> ir.Value:
         """[1, R, H] of x [1, R, H], by all experts: their last products are one."""
-        graph, layer = self.graph, self.layer
+        graph, (inner, down) = self.graph, matrices
+        _, width, hidden = self.layer.down.shape
         shares = self._share_of_each(ids, shares)
         by_expert = graph.node("Transpose", [shares], perm=[2, 1, 0])
         found = []
-        for weight, bias in self._inner(weights):
-            y = graph.node("MatMul", [x, weight])  # [E, R, I]
-            found.append(y if bias is None else graph.node("Add", [y, bias]))
+        for each in inner:
+            y = graph.node("MatMul", [x, each.weight])  # [E, R, I]
+            found.append(y if each.bias is None else graph.node("Add", [y, each.bias]))
         zero = self._number(0.0)
         # An expert that a token did not choose may have overflowed.
         is_unchosen = graph.node("Equal", [by_expert, zero])
         gated = graph.node("Mul", [self._gated(found), by_expert])
         gated = graph.node("Where", [is_unchosen, zero, gated])
-        width = layer.count * layer.down.shape[1]
-        rows = graph.node(
-            "Reshape",
-            [graph.node("Transpose", [gated], perm=[1, 0, 2]), self._numbers(0, width)],
-        )
-        matrix = graph.node("Reshape", [weights[-1], self._numbers(width, layer.down.shape[2])])
+        gated = graph.node("Transpose", [gated], perm=[1, 0, 2])
+        columns = self.layer.count * width
+        rows = graph.node("Reshape", [gated, self._numbers(0, columns)])
+        matrix = graph.node("Reshape", [down.weight, self._numbers(columns, hidden)])
         y = graph.node("Unsqueeze", [graph.node("MatMul", [rows, matrix]), self._numbers(0)])
-        if (bias := self._bias(2)) is None:
+        if down.bias is None:
             return y
-        bias = graph.node("Squeeze", [bias, self._numbers(1)])
+        bias = graph.node("Squeeze", [down.bias, self._numbers(1)])
         return graph.node("Add", [y, graph.node("MatMul", [shares, bias])])
-
-    def _inner(self, weights: list[ir.Value]) -> Iterator[tuple[ir.Value, ir.Value | None]]:
-        """Weights and biases of gates, if there are any, and of ups."""
-        at = range(3 - len(weights), 2)
-        return ((weight, self._bias(index)) for weight, index in zip(weights, at, strict=False))
 
     def _share_of_each(self, ids: ir.Value, shares: ir.Value) -> ir.Value:
         """[1, R, E]; 0 for experts that a token did not choose."""
@@ -132,11 +162,12 @@ class _Emitter:
     def _gated(self, found: list[ir.Value]) -> ir.Value:
         """As `edgellm.export.onnx.functions.experts`; without gates a squared ReLU."""
         graph, layer = self.graph, self.layer
-        up = found[-1]
         if not layer.is_gated:
-            positive = graph.node("Max", [up, self._number(0.0)])
+            positive = graph.node("Max", [found[0], self._number(0.0)])
             return graph.node("Mul", [positive, positive])
-        gate = found[0]
+        if len(found) == 1:
+            found = [*graph.nodes("Split", found, 2, axis=-1, num_outputs=2)]
+        gate, up = found
         if layer.limit is not None:
             limit, least = self._number(layer.limit), self._number(-layer.limit)
             gate = graph.node("Min", [gate, limit])
@@ -149,14 +180,6 @@ class _Emitter:
         if layer.offset:
             up = graph.node("Add", [up, self._number(layer.offset)])
         return graph.node("Mul", [graph.node("Mul", [gate, sigmoid]), up])
-
-    def _bias(self, at: int) -> ir.Value | None:
-        """Biases [E, 1, out] of a projection; None if there are none."""
-        bias, kind = self.layer.biases[at], self.dtype
-        if bias is None:
-            return None
-        name = f"{self.layer.stacks[at].parameter}.bias.{kind.name.lower()}"
-        return self.graph.weight(name, lambda: bias[:, None].astype(kind.numpy()))
 
     def _float(self, x: ir.Value) -> ir.Value:
         return self.graph.node("Cast", [x], to=int(ir.DataType.FLOAT))
