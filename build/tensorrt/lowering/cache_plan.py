@@ -22,6 +22,7 @@ from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_p
 from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES, SEQUENCES
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+from edgellm.device_runtime.runners.tensorrt.state_memory import CHUNK_ROWS
 
 _PRECISIONS = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}
 
@@ -71,9 +72,12 @@ def plan_cache(
     if is_recurrent:
         _require_alone(plan)
     own = ["recurrent layers"] if is_recurrent else []
-    is_mixture = any(find_calls(graph, *EXPERT_CALLS) for graph in graphs)
-    if is_mixture and not target.library.is_ahead_of_time:  # TensorRT-RTX's operators compute them
+    if any(find_calls(graph, *EXPERT_CALLS) for graph in graphs):
         own.append("mixtures of experts")
+    if target.library.is_ahead_of_time:  # whose operators compute them
+        own = []
+        if is_recurrent:
+            _require_commits(graphs, bundle, plan, target)
     if wanted == TENSORRT:
         _require_none(own, "--kernels tensorrt")
         return CachePlan(bundle.dtype)
@@ -106,6 +110,29 @@ def _require_alone(plan: Plan) -> None:
             f"--maxBatchSize {plan.max_batch_size}: on TensorRT a model with recurrent layers "
             "computes one sequence at a time",
             hint="leave --maxBatchSize out, or give --backend onnxruntime --device cpu",
+        )
+
+
+def _require_commits(
+    graphs: Sequence[ir.Graph], bundle: Bundle, plan: Plan, target: Target
+) -> None:
+    """Reject recurrent layers whose states edgellm's kernels cannot advance.
+
+    Raises:
+        EdgeLLMError: they cannot, with the reason.
+    """
+    fault = ""
+    if bundle.dtype != "float16":
+        fault = f"the kernels compute in float16, the bundle in {bundle.dtype}"
+    elif plan.max_verify_tree_size > CHUNK_ROWS:
+        fault = f"--maxVerifyTreeSize {plan.max_verify_tree_size} exceeds {CHUNK_ROWS}"
+    for graph in graphs:
+        fault = fault or kernel_recurrence.why_no_commits(graph, target.sm, _driver_ptx(plan))
+    if fault:
+        raise EdgeLLMError(
+            f"on {target.library.label} edgellm's kernels advance the states of recurrent layers: "
+            f"{fault}",
+            hint="give --backend onnxruntime --device cpu",
         )
 
 

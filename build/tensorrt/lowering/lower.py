@@ -26,6 +26,7 @@ from edgellm.build.tensorrt.lowering.kernel_experts import lower_experts
 from edgellm.build.tensorrt.lowering.kernel_recurrence import lower_recurrences
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
 from edgellm.build.tensorrt.lowering.operators import experts as expert_operators
+from edgellm.build.tensorrt.lowering.operators import recurrence as recurrent_operators
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import NODES
 
@@ -68,6 +69,7 @@ def lower(
             lower_experts(graph, kernels.sm, experts)
     else:
         expert_operators.lower_experts(graph, dtype)
+        recurrent_operators.lower_recurrences(graph, dtype)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
