@@ -107,7 +107,7 @@ class _Emitter:
         for each in inner:
             y = product(rows, each.weight, 3)
             found.append(y if each.bias is None else graph.node("Add", [y, chosen(each.bias)]))
-        gated = graph.node("Mul", [self._gated(found), shares])
+        gated = self._cast(graph.node("Mul", [self._gated(found, 5), self._float(shares)]))
         gated = graph.node("Transpose", [gated], perm=[0, 1, 2, 4, 3])
         y = product(gated, down.weight, 2, 3)
         if down.bias is not None:
@@ -132,11 +132,11 @@ class _Emitter:
         for each in inner:
             y = graph.node("MatMul", [x, each.weight])  # [E, R, I]
             found.append(y if each.bias is None else graph.node("Add", [y, each.bias]))
-        zero = self._number(0.0)
+        by_expert, zero = self._float(by_expert), self._number(0.0)
         # An expert that a token did not choose may have overflowed.
         is_unchosen = graph.node("Equal", [by_expert, zero])
-        gated = graph.node("Mul", [self._gated(found), by_expert])
-        gated = graph.node("Where", [is_unchosen, zero, gated])
+        gated = graph.node("Mul", [self._gated(found, 3), by_expert])
+        gated = self._cast(graph.node("Where", [is_unchosen, zero, gated]))
         gated = graph.node("Transpose", [gated], perm=[1, 0, 2])
         columns = self.layer.count * width
         rows = graph.node("Reshape", [gated, self._numbers(0, columns)])
@@ -155,19 +155,18 @@ class _Emitter:
         )
         each = graph.node(
             "Where",
-            [is_chosen, graph.node("Unsqueeze", [shares, last]), self._number(0.0)],
+            [is_chosen, graph.node("Unsqueeze", [shares, last]), self._cast(self._number(0.0))],
         )
         return graph.node("ReduceSum", [each, self._numbers(2)], keepdims=0)
 
-    def _gated(self, found: list[ir.Value]) -> ir.Value:
-        """As `edgellm.export.onnx.functions.experts`; without gates a squared ReLU."""
+    def _gated(self, found: list[ir.Value], rank: int) -> ir.Value:
+        """As `edgellm.export.onnx.functions.experts`, in float32; without gates a squared ReLU."""
         graph, layer = self.graph, self.layer
+        found = [self._float(each) for each in found]
         if not layer.is_gated:
             positive = graph.node("Max", [found[0], self._number(0.0)])
             return graph.node("Mul", [positive, positive])
-        if len(found) == 1:
-            found = [*graph.nodes("Split", found, 2, axis=-1, num_outputs=2)]
-        gate, up = found
+        gate, up = found if len(found) == 2 else self._halves(*found, rank)
         if layer.limit is not None:
             limit, least = self._number(layer.limit), self._number(-layer.limit)
             gate = graph.node("Min", [gate, limit])
@@ -181,6 +180,15 @@ class _Emitter:
             up = graph.node("Add", [up, self._number(layer.offset)])
         return graph.node("Mul", [graph.node("Mul", [gate, sigmoid]), up])
 
+    def _halves(self, y: ir.Value, rank: int) -> list[ir.Value]:
+        """Gates and ups of both [..., 2 I]; after a mere Split weights would be stored twice."""
+        graph, axis = self.graph, rank - 1
+        apart = self._numbers(*[0] * axis, 2, self.layer.up.shape[2])
+        pieces = graph.nodes(
+            "Split", [graph.node("Reshape", [y, apart])], 2, axis=axis, num_outputs=2
+        )
+        return [graph.node("Squeeze", [piece, self._numbers(axis)]) for piece in pieces]
+
     def _float(self, x: ir.Value) -> ir.Value:
         return self.graph.node("Cast", [x], to=int(ir.DataType.FLOAT))
 
@@ -188,9 +196,8 @@ class _Emitter:
         return self.graph.node("Cast", [x], to=int(self.dtype))
 
     def _numbers(self, *values: int) -> ir.Value:
-        shown = f"{values[0]}..{values[-1]}" if len(values) > 4 else values
+        shown = f"{values[0]}..{values[-1]}" if len(values) > 8 else values
         return self.graph.constant(f"numbers.{shown}", np.array(values, np.int64))
 
     def _number(self, value: float) -> ir.Value:
-        array = np.array(value, self.dtype.numpy())
-        return self.graph.constant(f"number.{value}.{self.dtype.name.lower()}", array)
+        return self.graph.constant(f"number.{value}", np.float32(value))
