@@ -183,8 +183,8 @@ class LoweredModel:
     """A bundle in float16, its CPU engine, and its graph as TensorRT gets it."""
 
     def __init__(self, checkpoint: Path, folder: Path, plan: Plan, codes: str = "fp16") -> None:
-        """`codes`: of the cache, where edgellm's kernels compute; "": TensorRT's operators do."""
-        self._plan = plan
+        """`codes`: of the cache, where edgellm's kernels compute; "": TensorRT-RTX's operators."""
+        self._plan, self.has_kernels = plan, bool(codes)
         self.bundle, self.engine = folder / "bundle", folder / "engine"
         export_llm(open_checkpoint(str(checkpoint)), self.bundle, ExportOptions(dtype="fp16"))
         own = dataclasses.replace(plan, max_batch_size=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lowering import kernel_experts, kernel_recurrence
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, missing, why_not
@@ -34,6 +34,7 @@ class CachePlan:
     dtype: str  # of the cache, as in manifests
     kernels: Kernels | None = None  # edgellm's own; None: TensorRT's operators
     why_not: str = ""  # edgellm's, unless the user chose TensorRT's
+    num_experts: int = 0  # of a layer; 0: there are no mixtures of experts
 
     @property
     def way(self) -> str:
@@ -72,7 +73,8 @@ def plan_cache(
     if is_recurrent:
         _require_alone(plan)
     own = ["recurrent layers"] if is_recurrent else []
-    if any(find_calls(graph, *EXPERT_CALLS) for graph in graphs):
+    num_experts = max((e.count for graph in graphs for e in ExpertLayer.all_of(graph)), default=0)
+    if num_experts:
         own.append("mixtures of experts")
     if target.library.is_ahead_of_time:  # whose operators compute them
         own = []
@@ -80,7 +82,7 @@ def plan_cache(
             _require_commits(graphs, bundle, plan, target)
     if wanted == TENSORRT:
         _require_none(own, "--kernels tensorrt")
-        return CachePlan(bundle.dtype)
+        return CachePlan(bundle.dtype, num_experts=num_experts)
     kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
@@ -100,7 +102,7 @@ def plan_cache(
             f"--kvCache {plan.kv_cache} needs edgellm's kernels: {fault}",
             hint="leave out --kvCache: TensorRT's operators take caches of floats",
         )
-    return CachePlan(bundle.dtype, why_not=fault)
+    return CachePlan(bundle.dtype, why_not=fault, num_experts=num_experts)
 
 
 def _require_alone(plan: Plan) -> None:
