@@ -24,22 +24,21 @@ _OWN = -1  # of the table of levels
 
 
 def lower_recurrences(graph: GraphEditor, dtype: ir.DataType) -> None:
-    """Rewrite convolutions and delta rules of a graph; Mamba 2 is inlined.
+    """Rewrite all recurrent layers of a graph.
 
     Args:
         graph: before functions are inlined.
         dtype: of activations.
     """
     for layer in list(Recurrence.all_of(graph.graph)):
-        if not (layer.is_convolution or layer.takes):
-            continue
         require_known(layer.call)
         graph.cursor = layer.call
         if layer.is_convolution:
             found = [_convolution(graph, layer, dtype)]
         else:
-            found = [*_DeltaRule(graph, layer).emit()]
-        for old, new in zip(layer.call.outputs, found, strict=True):
+            found = [*_LinearAttention(graph, layer).emit()]
+        # Without the delta term deltas are an input.
+        for old, new in zip(layer.call.outputs, found, strict=layer.takes):
             graph.replace(old, new)
         graph.graph.remove(layer.call, safe=True)
     _store_keys(graph)
@@ -81,7 +80,7 @@ def _convolution(graph: GraphEditor, layer: Recurrence, dtype: ir.DataType) -> i
     return cast(y, dtype)
 
 
-class _DeltaRule:
+class _LinearAttention:
     """As `edgellm.export.onnx.functions.delta_rule`, with a fixed number of steps.
 
     The first token has no ancestors in the pass. So the system of equations is that of the others,
@@ -89,34 +88,44 @@ class _DeltaRule:
     """
 
     def __init__(self, graph: GraphEditor, layer: Recurrence) -> None:
-        self._graph, self._inputs, self._state = graph, layer.call.inputs, layer.state
-        self._heads, self._key_dim, self._value_dim = layer.dims
-        self._key_heads = layer.key_heads
+        self._graph, self._layer, self._state = graph, layer, layer.state
+        self._heads, self._key_dim, _ = layer.dims
 
     def emit(self) -> tuple[ir.Value, ir.Value]:
         """Outputs and deltas [1, S, H * dv]."""
-        q, k, v, g, b, _, mask, _ = self._inputs
-        queries, keys = (self._by_head(each, self._key_heads) for each in (q, k))
-        values, rates = (self._by_head(each, self._heads) for each in (v, b))
+        q, k, v, g, *rates, _, mask, _ = self._layer.call.inputs
+        queries, keys = (self._by_head(each, self._layer.key_heads) for each in (q, k))
+        deltas = self._by_head(v, self._heads)
         seen = self._node("Cast", mask, to=int(_F32))
         logs = self._by_head(self._node("MatMul", seen, g), self._heads)  # since the state
         decays = self._node("Exp", logs)
         between = self._node("Sub", logs, self._turned(logs))
         never = self._graph.constant("never", _NEVER)
         between = self._node("Exp", self._node("Where", mask, between, never))
-        turned = self._turned(keys)
-        alike, scores = (
-            self._node("Mul", self._node("MatMul", each, turned), between)
-            for each in (keys, queries)
-        )
-        known, recalled = (
-            self._node("Mul", self._node("MatMul", each, self._state), decays)
-            for each in (keys, queries)
-        )
-        wanted = self._node("Mul", self._node("Sub", values, known), rates)
-        deltas = self._solved(self._node("Mul", alike, rates), wanted)
-        y = self._node("Add", recalled, self._node("MatMul", scores, deltas))
+
+        def products(x: ir.Value) -> ir.Value:
+            """[1, H, S, S] with the decayed keys of ancestors and its own."""
+            return self._node("Mul", self._node("MatMul", x, self._turned(keys)), between)
+
+        def recalled(x: ir.Value) -> ir.Value:
+            """[1, H, S, dv] from the decayed state."""
+            return self._node("Mul", self._recalled(x), decays)
+
+        if self._layer.takes:
+            share = self._by_head(rates[0], self._heads)
+            wanted = self._node("Mul", self._node("Sub", deltas, recalled(keys)), share)
+            deltas = self._solved(self._node("Mul", products(keys), share), wanted)
+        new = self._node("MatMul", products(queries), deltas)
+        y = self._node("Add", recalled(queries), new)
         return self._by_row(y), self._by_row(deltas)
+
+    def _recalled(self, x: ir.Value) -> ir.Value:
+        """X [1, H, S, dk] times the state; of a single row a product would transpose the state."""
+        column = self._turned(self._part(x, 0, 1))
+        axis = _numbers(self._graph, 2)
+        first = self._node("ReduceSum", self._node("Mul", column, self._state), axis, keepdims=1)
+        others = self._node("MatMul", self._part(x, 1, _END), self._state)
+        return self._node("Concat", first, others, axis=2)
 
     def _solved(self, below: ir.Value, wanted: ir.Value) -> ir.Value:
         """(I + L)^-1 wanted [1, H, S, dv], with L the strictly lower triangle of `below`."""
