@@ -27,7 +27,7 @@ from edgellm.device_runtime.runners.tensorrt.state_memory import CHUNK_ROWS
 _PRECISIONS = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
     """Attention and KV cache of an engine."""
 
@@ -69,20 +69,11 @@ def plan_cache(
             hint="leave out --kernels tensorrt, or --kvCache",
         )
     graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
-    is_recurrent = isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None
-    if is_recurrent:
-        _require_alone(plan)
-    own = ["recurrent layers"] if is_recurrent else []
     num_experts = max((e.count for graph in graphs for e in ExpertLayer.all_of(graph)), default=0)
-    if num_experts:
-        own.append("mixtures of experts")
-    if target.library.is_ahead_of_time:  # whose operators compute them
-        own = []
-        if is_recurrent:
-            _require_commits(graphs, bundle, plan, target)
+    own = _layers_of_kernels(graphs, bundle, plan, target)
     if wanted == TENSORRT:
         _require_none(own, "--kernels tensorrt")
-        return CachePlan(bundle.dtype, num_experts=num_experts)
+        return CachePlan(dtype=bundle.dtype, num_experts=num_experts)
     kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
@@ -90,7 +81,7 @@ def plan_cache(
         fault = fault or kernel_experts.why_not(graph, kernels.sm, _driver_ptx(plan))
     if not fault:
         _require_few(plan)
-        return CachePlan(KV_DTYPES[codes], kernels)
+        return CachePlan(dtype=KV_DTYPES[codes], kernels=kernels)
     _require_none(own, fault)
     _require_one(plan, fault)
     if wanted == EDGELLM:
@@ -102,7 +93,27 @@ def plan_cache(
             f"--kvCache {plan.kv_cache} needs edgellm's kernels: {fault}",
             hint="leave out --kvCache: TensorRT's operators take caches of floats",
         )
-    return CachePlan(bundle.dtype, why_not=fault, num_experts=num_experts)
+    return CachePlan(dtype=bundle.dtype, why_not=fault, num_experts=num_experts)
+
+
+def _layers_of_kernels(
+    graphs: Sequence[ir.Graph], bundle: Bundle, plan: Plan, target: Target
+) -> list[str]:
+    """Layers that only edgellm's kernels compute; none on TensorRT-RTX, whose operators do.
+
+    Raises:
+        EdgeLLMError: batches of recurrent models, or states that no kernels advance.
+    """
+    is_recurrent = isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None
+    if is_recurrent:
+        _require_alone(plan)
+    if target.library.is_ahead_of_time:
+        if is_recurrent:
+            _require_commits(graphs, bundle, plan, target)
+        return []
+    has_experts = any(ExpertLayer.all_of(graph) for graph in graphs)
+    both = (is_recurrent, "recurrent layers"), (has_experts, "mixtures of experts")
+    return [name for is_there, name in both if is_there]
 
 
 def _require_alone(plan: Plan) -> None:
