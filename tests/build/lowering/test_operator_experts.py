@@ -6,11 +6,15 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from expert_cases import CASES, expert_call, inputs
+from expert_cases import CASES, HIDDEN, K, expert_call, inputs
 
 from edgellm.build.lowering.weights import WeightFile
+from edgellm.build.tensorrt.builder import build
 from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
 from edgellm.build.tensorrt.lowering.lower import lower
+from edgellm.build.tensorrt.options import TensorRtOptions
+from edgellm.build.tensorrt.profiles import Pass
+from edgellm.build.tensorrt.target import find_target
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import RTX_TAKES
 
 
@@ -22,6 +26,26 @@ def lowered(model: ir.Model, folder, dtype: ir.DataType) -> onnxruntime.Inferenc
     adapt(model, RTX_TAKES, ahead_of_time=True)
     ir.save(model, folder / "lowered.onnx")
     return onnxruntime.InferenceSession(folder / "lowered.onnx")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sm", [89, 120])
+@pytest.mark.parametrize("case", CASES)
+def test_tensorrt_rtx_compiles_each_form(case, sm, tmp_path):
+    """A pass of one token writes no decoded weights."""
+    pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
+    model = expert_call(case)
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if value.name != "ids":
+            value.type = ir.TensorType(ir.DataType.FLOAT16)
+    lowered(model, tmp_path, ir.DataType.FLOAT16)
+    passes = [Pass(name, rows, {"rows": (1, rows)}) for name, rows in (("one", 1), ("all", 64))]
+    target, options = find_target(str(sm)), TensorRtOptions(target_sm=str(sm))
+    engine = tmp_path / "engine"
+    built = build(tmp_path / "lowered.onnx", passes, engine, target, options, lambda _: None)
+    of_one = [kernel for kernel in built.kernels if kernel.pass_index == 0]
+    largest = max(each.count for kernel in of_one for each in kernel.outputs)
+    assert 0 < largest < K * HIDDEN * 2
 
 
 @pytest.mark.each_change("fp16", "int4", "mxfp4")

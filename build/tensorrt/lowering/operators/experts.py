@@ -33,6 +33,15 @@ def lower_experts(graph: GraphEditor, dtype: ir.DataType) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rows:
+    """Some tokens: x [1, R, H], their experts and shares [1, R, K]."""
+
+    x: ir.Value
+    ids: ir.Value
+    shares: ir.Value
+
+
+@dataclass(frozen=True, slots=True)
 class _Matrix:
     """Projections of the same inputs: weights [E, in, out], biases [E, 1, out] if there are any."""
 
@@ -58,9 +67,8 @@ class _Emitter:
         else:
             groups = [gate, up]
         inner, down = [self._matrix(*group) for group in groups], self._matrix(2)
-        given = self.layer.x, self.layer.ids, self.layer.shares
-        first = self._of_one(*(self._rows(each, 0, 1) for each in given), (inner, down))
-        others = self._of_all(*(self._rows(each, 1, _END) for each in given), (inner, down))
+        first = self._of_one(self._rows(0, 1), inner, down)
+        others = self._of_all(self._rows(1, _END), inner, down)
         return self.graph.node("Concat", [first, others], axis=1)
 
     def _matrix(self, *group: int) -> _Matrix:
@@ -78,34 +86,30 @@ class _Emitter:
             bias = self.graph.weight(f"{name}.biases", lambda: whole)
         return _Matrix(store_stacks(self.graph, stacks, self.dtype), bias)
 
-    def _rows(self, x: ir.Value, begin: int, end: int) -> ir.Value:
-        ends = (self._numbers(each) for each in (begin, end, 1))
-        return self.graph.node("Slice", [x, *ends])
+    def _rows(self, begin: int, end: int) -> _Rows:
+        ends = [self._numbers(each) for each in (begin, end, 1)]
+        given = self.layer.x, self.layer.ids, self.layer.shares
+        x, ids, shares = (self.graph.node("Slice", [each, *ends]) for each in given)
+        return _Rows(x, ids, shares)
 
-    def _of_one(
-        self,
-        x: ir.Value,
-        ids: ir.Value,
-        shares: ir.Value,
-        matrices: tuple[list[_Matrix], _Matrix],
-    ) -> ir.Value:
+    def _of_one(self, row: _Rows, inner: list[_Matrix], down: _Matrix) -> ir.Value:
         """[1, 1, H] of x [1, 1, H], by its experts. Values are rounded where `_of_all` does."""
-        graph, (inner, down) = self.graph, matrices
+        graph = self.graph
 
         def chosen(values: ir.Value) -> ir.Value:
             """[1, 1, K, rows, columns] of [E, rows, columns]."""
-            return graph.node("Gather", [values, ids], axis=0)
+            return graph.node("Gather", [values, row.ids], axis=0)
 
         def product(given: ir.Value, weight: ir.Value, *axes: int) -> ir.Value:
             """Sums over inputs [1, 1, K or 1, in, 1], in float32."""
             y = graph.node("Mul", [self._float(chosen(weight)), self._float(given)])
             return self._cast(graph.node("ReduceSum", [y, self._numbers(*axes)], keepdims=1))
 
-        rows = graph.node("Unsqueeze", [x, self._numbers(2, 4)])
-        shares = graph.node("Unsqueeze", [shares, self._numbers(3, 4)])
+        x = graph.node("Unsqueeze", [row.x, self._numbers(2, 4)])
+        shares = graph.node("Unsqueeze", [row.shares, self._numbers(3, 4)])
         found = []
         for each in inner:
-            y = product(rows, each.weight, 3)
+            y = product(x, each.weight, 3)
             found.append(y if each.bias is None else graph.node("Add", [y, chosen(each.bias)]))
         gated = self._cast(graph.node("Mul", [self._gated(found, 5), self._float(shares)]))
         gated = graph.node("Transpose", [gated], perm=[0, 1, 2, 4, 3])
@@ -116,21 +120,15 @@ class _Emitter:
             y = graph.node("Add", [y, sums])
         return graph.node("Squeeze", [y, self._numbers(2, 3)])
 
-    def _of_all(
-        self,
-        x: ir.Value,
-        ids: ir.Value,
-        shares: ir.Value,
-        matrices: tuple[list[_Matrix], _Matrix],
-    ) -> ir.Value:
+    def _of_all(self, given: _Rows, inner: list[_Matrix], down: _Matrix) -> ir.Value:
         """[1, R, H] of x [1, R, H], by all experts: their last products are one."""
-        graph, (inner, down) = self.graph, matrices
+        graph = self.graph
         _, width, hidden = self.layer.down.shape
-        shares = self._share_of_each(ids, shares)
+        shares = self._share_of_each(given.ids, given.shares)
         by_expert = graph.node("Transpose", [shares], perm=[2, 1, 0])
         found = []
         for each in inner:
-            y = graph.node("MatMul", [x, each.weight])  # [E, R, I]
+            y = graph.node("MatMul", [given.x, each.weight])  # [E, R, I]
             found.append(y if each.bias is None else graph.node("Add", [y, each.bias]))
         by_expert, zero = self._float(by_expert), self._number(0.0)
         # An expert that a token did not choose may have overflowed.
@@ -166,7 +164,7 @@ class _Emitter:
         if not layer.is_gated:
             positive = graph.node("Max", [found[0], self._number(0.0)])
             return graph.node("Mul", [positive, positive])
-        gate, up = found if len(found) == 2 else self._halves(*found, rank)
+        gate, up = found if len(found) == 2 else self._halves(found[0], rank)
         if layer.limit is not None:
             limit, least = self._number(layer.limit), self._number(-layer.limit)
             gate = graph.node("Min", [gate, limit])

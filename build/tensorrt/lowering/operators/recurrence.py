@@ -7,6 +7,8 @@ Shapes: S tokens, H value heads, J key heads, dk and dv their sizes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -179,9 +181,7 @@ class _LinearAttention:
         ends = (_numbers(self._graph, each) for each in (begin, end, axis))
         return self._node("Slice", x, *ends)
 
-    def _node(
-        self, op_type: str, *inputs: ir.Value | None, **attributes: int | list[int]
-    ) -> ir.Value:
+    def _node(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
         return self._graph.node(op_type, inputs, **attributes)
 
 
