@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -159,4 +160,5 @@ def keep_apart(graph: ir.Graph, weights: WeightFile) -> None:
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and Path(tensor.path) != weights.path:
             shape = tuple(tensor.shape.numpy())
-            value.const_value = weights.add(str(value.name), tensor.numpy, tensor.dtype, shape)
+            stored = partial(stored_bytes, tensor)  # pairs of 4-bit numbers share a byte
+            value.const_value = weights.add(str(value.name), stored, tensor.dtype, shape)

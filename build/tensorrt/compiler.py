@@ -87,6 +87,11 @@ def compile_bundle(
         write_adapted_layers(source / bundle.graphs[DECODER].path, folder)
     if cached is not None and cached.kernels is None and not library.updates_in_place:
         notes += (f"{library.label} copies caches within each pass; from 10.15 on it need not",)
+    if cached is not None and cached.kernels is None and cached.num_experts:
+        notes += (
+            f"passes of several tokens compute all {cached.num_experts} experts of a layer: "
+            f"{library.label} takes no plugins",
+        )
     if cached is not None and cached.why_not and not library.is_ahead_of_time:
         notes += (f"TensorRT's operators compute attention, not edgellm's: {cached.why_not}",)
     return Compiled(
@@ -113,7 +118,8 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
     check_types(models, target, options.fallback_precision)
     passes = passes_of(bundle.main_role, bundle, plan)
     rows, cache = max(each.max_rows for each in passes), bundle.cache
-    if cache is not None and (cached := _plan_cache(by_role, bundle, plan)) is not None:
+    cached = _plan_cache(by_role, bundle, plan)
+    if cache is not None and cached is not None:
         cache = dataclasses.replace(cache, dtype=cached.dtype)
         if cached.kernels is not None:  # else the build ends when it registers them
             require_attributes(target.library.trt)
@@ -132,6 +138,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
         full=FullCompiler.of(target.library, options),
+        has_experts=cached is not None and cached.kernels is None,
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
     if places is None:
@@ -220,8 +227,6 @@ class _Compiler:
         engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
         weights = WeightFile(lowered.with_suffix(".data"))
         model = ir.load(portable)
-        if self._kernels is None:
-            _refuse(model)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
             self.notes = tuple(notes_of_blocks(model))
@@ -237,7 +242,9 @@ class _Compiler:
                 self._places,
                 engine.with_suffix(EXPERTS_SUFFIX),
             )
-            adapt(model, self.target.library.version)
+            library, has_kernels = self.target.library, self._kernels is not None
+            ahead_of_time = library.is_ahead_of_time and not has_kernels
+            adapt(model, library.version, ahead_of_time=ahead_of_time)
         weights.close()
         ir.save(model, lowered)
         del model

@@ -19,6 +19,7 @@ from edgellm.build.plan import Estimate
 from edgellm.build.tensorrt.lowering.expert_file import expert_bytes
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.lowering.linears import is_widened
+from edgellm.build.tensorrt.lowering.operators.expert_weights import plan_bytes
 from edgellm.build.tensorrt.lowering.precision_fallback import BLOCK_SIZE, INT4, is_lacking
 from edgellm.build.tensorrt.options import TensorRtOptions
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
@@ -27,6 +28,7 @@ _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 _COMPILER_BYTES = 330 << 20  # interpreter, compilation of kernels, 200 MB to write the engine
 _LAYER_BYTES = 2 << 20  # of the compiler's own graphs, for each attention
 _COPIES_OF_4_BITS = 1.3  # more than one: these are repacked
+_COPIES_OF_EXPERTS = 1.5  # in a plan, measured with 128 experts of a layer in INT4 and float16
 _KERNEL_BYTES = 3 << 20  # kernels of a pass, alike in all layers
 _COPIES = 3  # of the weights in full TensorRT, whose reports name 3 to 4
 _PARSED_COPIES = 4  # if the parser reads the file and holds a copy, too
@@ -48,6 +50,7 @@ class Sizes:
     fallback: str = ""  # precision of weights whose kind is `lacking`
     lacking: frozenset[str] = frozenset()
     full: FullCompiler | None = None  # None: TensorRT-RTX
+    has_experts: bool = False  # whether experts are constants of the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +85,15 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         linears, tables = _linear_bytes(model, dtype, sizes), _table_bytes(model, dtype)
         weights = sum({**tables, **linears}.values())  # a tied head is in both
         attentions = sum(node.op_type == "Attention" for node in model.graph)
-        experts = [(layer, expert_bytes(layer)) for layer in ExpertLayer.all_of(model.graph)]
-        engine += weights + _KERNEL_BYTES * sizes.passes + sum(size for _, size in experts)
+        layers = ExpertLayer.all_of(model.graph)
+        experts = [
+            (layer, plan_bytes(layer, dtype) if sizes.has_experts else expert_bytes(layer))
+            for layer in layers
+        ]
+        all_experts = sum(size for _, size in experts)
+        engine += weights + _KERNEL_BYTES * sizes.passes + all_experts
         working = _weight_copies(model, weights, sizes.full)
+        working += int(_COPIES_OF_EXPERTS * all_experts) if sizes.has_experts else 0
         peak = max(peak, working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
         decode += sum(linears.values())
         decode += sum(size * layer.top_k // layer.count for layer, size in experts)
@@ -113,7 +122,8 @@ def _weight_copies(model: ir.Model, weights: int, full: FullCompiler | None) -> 
 def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
     """Bytes of the longest pass: mask, three tensors of the widest layer, four of the narrowest.
 
-    And two of the pairs of rows and experts. The head, the last layer, computes few rows.
+    And two of the pairs of rows and experts; where all experts compute, three of these and the
+    decoded weights of a layer. The head, the last layer, computes few rows.
     """
     weights = [weight for _, weight in linear_layers(model.graph)]
     shapes = [part.shape for weight in weights[:-1] for part in weight.parts]
@@ -122,7 +132,14 @@ def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
     widest, hidden = max(map(max, shapes)), min(width for width, _ in shapes)
     layers = ExpertLayer.all_of(model.graph)
     pairs = max((each.top_k * sum(each.down.shape[1:]) for each in layers), default=0)
-    return int(sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden + pairs) * dtype.itemsize)
+    decoded = 0
+    if sizes.has_experts and layers:
+        pairs = max(3 * each.count * each.down.shape[1] for each in layers)
+        stacks = (stack for each in layers for stack in each.stacks if stack.kind != "dense")
+        decoded = 3 * max((math.prod(stack.shape) for stack in stacks), default=0)
+    return int(dtype.itemsize * decoded) + int(
+        sizes.rows * (sizes.capacity + 3 * widest + 4 * hidden + pairs) * dtype.itemsize
+    )
 
 
 def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str, int]:

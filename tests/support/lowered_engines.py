@@ -43,6 +43,7 @@ from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import RTX_TAKES
 from edgellm.export.graph.architecture import ExportOptions
 from edgellm.export.pipeline.llm import export_llm
 from edgellm.export.pipeline.open_checkpoint import open_checkpoint
@@ -182,7 +183,8 @@ class LoweredModel:
     """A bundle in float16, its CPU engine, and its graph as TensorRT gets it."""
 
     def __init__(self, checkpoint: Path, folder: Path, plan: Plan, codes: str = "fp16") -> None:
-        self._plan = plan
+        """`codes`: of the cache, where edgellm's kernels compute; "": TensorRT-RTX's operators."""
+        self._plan, self.has_kernels = plan, bool(codes)
         self.bundle, self.engine = folder / "bundle", folder / "engine"
         export_llm(open_checkpoint(str(checkpoint)), self.bundle, ExportOptions(dtype="fp16"))
         own = dataclasses.replace(plan, max_batch_size=1)
@@ -191,7 +193,7 @@ class LoweredModel:
         lower_for_gpu(
             self.bundle / "model.onnx",
             self.graph,
-            kernels=Kernels(110, codes, plan.max_batch_size),
+            kernels=Kernels(110, codes, plan.max_batch_size) if codes else None,
             capacity=plan.kv_capacity,
         )
         self.passes = passes_of(DECODER, bundle, plan)
@@ -200,7 +202,7 @@ class LoweredModel:
         self.manifest = dataclasses.replace(
             engine,
             graphs={DECODER: graphs},
-            spec=with_kv_dtype(engine.decoder, KV_DTYPES[codes]),
+            spec=with_kv_dtype(engine.decoder, KV_DTYPES[codes or "fp16"]),
             prefill_rows=in_chunks(bundle, plan).max_input_len,
             max_batch_size=plan.max_batch_size,
         )
@@ -239,5 +241,5 @@ def lower_for_gpu(
     experts = target.with_suffix(EXPERTS_SUFFIX)
     lower(model, weights, dtype, capacity, candidates, kernels, places, experts)
     weights.close()
-    adapt(model, version)
+    adapt(model, version, ahead_of_time=kernels is None and version == RTX_TAKES)
     ir.save(model, target)

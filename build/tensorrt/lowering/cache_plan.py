@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.function_calls import EXPERT_CALLS, find_calls
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lowering import kernel_experts, kernel_recurrence
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, missing, why_not
@@ -22,17 +22,19 @@ from edgellm.device_runtime.gpu import compute_capability, driver_cuda, newest_p
 from edgellm.device_runtime.kernels.triton.catalog import FIRST_FP8, PICK_SHARES, SEQUENCES
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
+from edgellm.device_runtime.runners.tensorrt.state_memory import CHUNK_ROWS
 
 _PRECISIONS = {"float16": ir.DataType.FLOAT16, "float32": ir.DataType.FLOAT}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
     """Attention and KV cache of an engine."""
 
     dtype: str  # of the cache, as in manifests
     kernels: Kernels | None = None  # edgellm's own; None: TensorRT's operators
     why_not: str = ""  # edgellm's, unless the user chose TensorRT's
+    num_experts: int = 0  # of a layer; 0: there are no mixtures of experts
 
     @property
     def way(self) -> str:
@@ -67,15 +69,11 @@ def plan_cache(
             hint="leave out --kernels tensorrt, or --kvCache",
         )
     graphs = [model.graph for role, model in models.items() if ROLES[role].has_cache]
-    is_recurrent = isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None
-    if is_recurrent:
-        _require_alone(plan)
-    own = ["recurrent layers"] if is_recurrent else []
-    if any(find_calls(graph, *EXPERT_CALLS) for graph in graphs):
-        own.append("mixtures of experts")
+    num_experts = max((e.count for graph in graphs for e in ExpertLayer.all_of(graph)), default=0)
+    own = _layers_of_kernels(graphs, bundle, plan, target)
     if wanted == TENSORRT:
         _require_none(own, "--kernels tensorrt")
-        return CachePlan(bundle.dtype)
+        return CachePlan(dtype=bundle.dtype, num_experts=num_experts)
     kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
@@ -83,7 +81,7 @@ def plan_cache(
         fault = fault or kernel_experts.why_not(graph, kernels.sm, _driver_ptx(plan))
     if not fault:
         _require_few(plan)
-        return CachePlan(KV_DTYPES[codes], kernels)
+        return CachePlan(dtype=KV_DTYPES[codes], kernels=kernels)
     _require_none(own, fault)
     _require_one(plan, fault)
     if wanted == EDGELLM:
@@ -95,7 +93,27 @@ def plan_cache(
             f"--kvCache {plan.kv_cache} needs edgellm's kernels: {fault}",
             hint="leave out --kvCache: TensorRT's operators take caches of floats",
         )
-    return CachePlan(bundle.dtype, why_not=fault)
+    return CachePlan(dtype=bundle.dtype, why_not=fault, num_experts=num_experts)
+
+
+def _layers_of_kernels(
+    graphs: Sequence[ir.Graph], bundle: Bundle, plan: Plan, target: Target
+) -> list[str]:
+    """Layers that only edgellm's kernels compute; none on TensorRT-RTX, whose operators do.
+
+    Raises:
+        EdgeLLMError: batches of recurrent models, or states that no kernels advance.
+    """
+    is_recurrent = isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None
+    if is_recurrent:
+        _require_alone(plan)
+    if target.library.is_ahead_of_time:
+        if is_recurrent:
+            _require_commits(graphs, bundle, plan, target)
+        return []
+    has_experts = any(ExpertLayer.all_of(graph) for graph in graphs)
+    both = (is_recurrent, "recurrent layers"), (has_experts, "mixtures of experts")
+    return [name for is_there, name in both if is_there]
 
 
 def _require_alone(plan: Plan) -> None:
@@ -105,6 +123,29 @@ def _require_alone(plan: Plan) -> None:
             f"--maxBatchSize {plan.max_batch_size}: on TensorRT a model with recurrent layers "
             "computes one sequence at a time",
             hint="leave --maxBatchSize out, or give --backend onnxruntime --device cpu",
+        )
+
+
+def _require_commits(
+    graphs: Sequence[ir.Graph], bundle: Bundle, plan: Plan, target: Target
+) -> None:
+    """Reject recurrent layers whose states edgellm's kernels cannot advance.
+
+    Raises:
+        EdgeLLMError: they cannot, with the reason.
+    """
+    fault = ""
+    if bundle.dtype != "float16":
+        fault = f"the kernels compute in float16, the bundle in {bundle.dtype}"
+    elif plan.max_verify_tree_size > CHUNK_ROWS:
+        fault = f"--maxVerifyTreeSize {plan.max_verify_tree_size} exceeds {CHUNK_ROWS}"
+    for graph in graphs:
+        fault = fault or kernel_recurrence.why_no_commits(graph, target.sm, _driver_ptx(plan))
+    if fault:
+        raise EdgeLLMError(
+            f"on {target.library.label} edgellm's kernels advance the states of recurrent layers: "
+            f"{fault}",
+            hint="give --backend onnxruntime --device cpu",
         )
 
 

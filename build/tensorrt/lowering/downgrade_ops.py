@@ -22,7 +22,7 @@ Known = Mapping[str, Rule]
 Types = dict[str, tuple[ir.DataType | None, ir.Shape | None]]
 
 
-def adapt(model: ir.Model, version: Version) -> None:
+def adapt(model: ir.Model, version: Version, *, ahead_of_time: bool = False) -> None:
     """Rewrite a lowered graph in place, so that a TensorRT of `version` takes it.
 
     11.x needs no changes. 10.16 gets 4-D attention and older forms of Swish and of
@@ -33,12 +33,13 @@ def adapt(model: ir.Model, version: Version) -> None:
     Args:
         model: lowered, not saved yet; weights are not changed.
         version: major and minor of the TensorRT that will parse the graph.
+        ahead_of_time: see `op_table.rules`.
 
     Raises:
         EdgeLLMError: the version supports no form of the graph, with a hint.
     """
     rewrite(model, version)
-    if faults := check_graph(model, version):
+    if faults := check_graph(model, version, ahead_of_time=ahead_of_time):
         raise EdgeLLMError(
             f"TensorRT {version[0]}.{version[1]} does not take this graph: {faults[0]}",
             hint="install a newer TensorRT (on a Jetson a newer JetPack), or quantize otherwise: "

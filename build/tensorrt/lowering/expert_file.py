@@ -70,10 +70,10 @@ class ExpertForm:
 
 def expert_bytes(layer: ExpertLayer) -> int:
     """Bytes of all experts of a layer in an engine, without biases."""
-    return sum(ExpertForm.of(stack).num_bytes(stack.shape) for stack in _stored_stacks(layer))
+    return sum(ExpertForm.of(stack).num_bytes(stack.shape) for stack in stored_stacks(layer))
 
 
-def _stored_stacks(layer: ExpertLayer) -> tuple[Stack, ...]:
+def stored_stacks(layer: ExpertLayer) -> tuple[Stack, ...]:
     """Those with weights of their own: without gates the ups are read twice."""
     return layer.stacks if layer.is_gated else layer.stacks[1:]
 
@@ -126,10 +126,10 @@ def _tensors(stack: Stack) -> Iterator[Iterator[np.ndarray] | None]:
 
     yield of_each(lambda part: _stored(part, form))
     yield None if form.codes == "fp16" else of_each(lambda part: factors(part.scales()))
-    yield of_each(lambda part: factors(-part.offsets(_middle(part)))) if form.is_shifted else None
+    yield of_each(lambda part: factors(-part.offsets(middle_of(part)))) if form.is_shifted else None
 
 
-def _middle(part: WeightPart) -> int:
+def middle_of(part: WeightPart) -> int:
     """What integer codes are counted from; their products in float16 should be small."""
     codes = part.stored[0]
     if not part.is_unsigned:
@@ -148,7 +148,7 @@ def _stored(part: WeightPart, form: ExpertForm) -> np.ndarray:
     codes = part.codes().T  # [out, in]
     if form.codes == "fp8":
         return codes.astype(part.stored[0].dtype.numpy())
-    stored = codes + part.repeated(part.zero_points()).T - np.int16(_middle(part))
+    stored = codes + part.repeated(part.zero_points()).T - np.int16(middle_of(part))
     return _pairs((stored + 8).astype(np.uint8)) if form.codes == "int4" else stored.astype(np.int8)
 
 

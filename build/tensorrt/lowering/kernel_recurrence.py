@@ -12,12 +12,18 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from edgellm.build.lowering.function_calls import require_known
+from edgellm.build.lowering.function_calls import find_calls, require_known
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.recurrent import store_taps
 from edgellm.build.tensorrt.lowering.kernel_attention import emit_node, missing
 from edgellm.core import graph_io
-from edgellm.core.onnx_functions import CONVOLUTION, DECAYING_RULE, DELTA_RULE, FUNCTIONS
+from edgellm.core.onnx_functions import (
+    CHANNEL_DELTA_RULE,
+    CONVOLUTION,
+    DECAYING_RULE,
+    DELTA_RULE,
+    FUNCTIONS,
+)
 from edgellm.device_runtime.kernels.triton.catalog import (
     ADVANCE_STATE,
     ADVANCE_WINDOW,
@@ -34,14 +40,14 @@ _RULES = DELTA_RULE, DECAYING_RULE
 
 
 @dataclass(frozen=True, slots=True)
-class _Recurrence:
-    """A call, and the shape of its state."""
+class Recurrence:
+    """A convolution or linear attention, and its state."""
 
     call: ir.Node
     state: ir.Value
 
     @classmethod
-    def all_of(cls, graph: ir.Graph) -> Iterator[_Recurrence]:
+    def all_of(cls, graph: ir.Graph) -> Iterator[Recurrence]:
         """In the graph's order."""
         for node in graph:
             is_rule = node.op_type in _RULES
@@ -66,6 +72,13 @@ class _Recurrence:
         assert self.state.shape is not None
         return self.state.shape.numpy()[1:]
 
+    @property
+    def key_heads(self) -> int:
+        """Of linear attention."""
+        keys = self.call.inputs[1]
+        assert keys is not None and keys.shape is not None  # noqa: PT018
+        return int(keys.shape[2]) // self.dims[1]  # type: ignore[arg-type]
+
     def fault(self) -> str:
         """Why its sizes are not supported; "" if they are."""
         if self.is_convolution:
@@ -87,10 +100,22 @@ class _Recurrence:
 
 def why_not(graph: ir.Graph, sm: int, driver_ptx: int | None) -> str:
     """Why the kernels do not support the recurrent layers of a graph; see `kernel_attention`."""
-    for layer in _Recurrence.all_of(graph):
+    for layer in Recurrence.all_of(graph):
         if fault := layer.fault():
             return f"there are kernels for {fault}"
         if fault := missing(layer.variants(), sm, driver_ptx):
+            return fault
+    return ""
+
+
+def why_no_commits(graph: ir.Graph, sm: int, driver_ptx: int | None) -> str:
+    """As `why_not`, where TensorRT's operators compute passes and the kernels commit."""
+    if find_calls(graph, CHANNEL_DELTA_RULE):
+        return "there are no kernels for decays of each channel"
+    for layer in Recurrence.all_of(graph):
+        if fault := layer.fault():
+            return f"there are kernels for {fault}"
+        if fault := missing(layer.variants()[1:], sm, driver_ptx):
             return fault
     return ""
 
@@ -102,7 +127,7 @@ def lower_recurrences(graph: GraphEditor, sm: int) -> None:
         graph: before functions are inlined.
         sm: compute capability of the GPU.
     """
-    layers = list(_Recurrence.all_of(graph.graph))
+    layers = list(Recurrence.all_of(graph.graph))
     if not layers:
         return
     states = [str(each.name) for each in graph.graph.inputs if _is_state(each)]
@@ -128,7 +153,7 @@ def _is_state(value: ir.Value) -> bool:
 
 
 def _convolution(
-    graph: GraphEditor, layer: _Recurrence, table: ir.Value, given: dict[str, int]
+    graph: GraphEditor, layer: Recurrence, table: ir.Value, given: dict[str, int]
 ) -> ir.Value:
     before, width = layer.dims
     x, _, _, parents = layer.call.inputs
@@ -140,17 +165,14 @@ def _convolution(
 
 
 def _linear_attention(
-    graph: GraphEditor, layer: _Recurrence, table: ir.Value, given: dict[str, int]
+    graph: GraphEditor, layer: Recurrence, table: ir.Value, given: dict[str, int]
 ) -> ir.Value:
     heads, key_dim, value_dim = layer.dims
     *inputs, _, tree, _ = layer.call.inputs
     if not layer.takes:
         inputs.append(inputs[3])  # placeholder of the rates, not read
-    keys = inputs[1]
-    assert keys is not None
     sizes = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim, "takes": int(layer.takes)}
-    assert keys.shape is not None
-    sizes["key_heads"] = int(keys.shape[2]) // key_dim  # type: ignore[arg-type]
+    sizes["key_heads"] = layer.key_heads
     rows = [(_F32, [1, graph_io.ROWS, heads * value_dim])]
     name = recurrent_nodes.DELTA_ROWS
     return emit_node(graph, name, [*inputs, tree, table], rows, **given, **sizes)[0]

@@ -25,6 +25,8 @@ from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_atte
 from edgellm.build.tensorrt.lowering.kernel_experts import lower_experts
 from edgellm.build.tensorrt.lowering.kernel_recurrence import lower_recurrences
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
+from edgellm.build.tensorrt.lowering.operators import experts as expert_operators
+from edgellm.build.tensorrt.lowering.operators import recurrence as recurrent_operators
 from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import NODES
 
@@ -60,11 +62,11 @@ def lower(
         _bind(model.graph, CAPACITY, capacity)
         bind_frequencies(model.graph, capacity)
     graph = GraphEditor(model.graph, weights)
-    if kernels is not None:
-        lower_attention(graph, kernels, capacity)
-        lower_recurrences(graph, kernels.sm)
-        if experts is not None:
-            lower_experts(graph, kernels.sm, experts)
+    if kernels is None:
+        expert_operators.lower_experts(graph, dtype)
+        recurrent_operators.lower_recurrences(graph, dtype)
+    else:
+        _lower_to_kernels(graph, kernels, capacity, experts)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
@@ -93,6 +95,15 @@ def lower(
     common.RemoveUnusedNodesPass()(model)
     uncap_attention(model)
     keep_apart(model.graph, weights)
+
+
+def _lower_to_kernels(
+    graph: GraphEditor, kernels: Kernels, capacity: int, experts: Path | None
+) -> None:
+    lower_attention(graph, kernels, capacity)
+    lower_recurrences(graph, kernels.sm)
+    if experts is not None:
+        lower_experts(graph, kernels.sm, experts)
 
 
 def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:

@@ -19,12 +19,13 @@ _INFERENCE_OPSET = 24
 _LARGEST_KEPT_BYTES = 4096  # of integers that shapes may depend on
 
 
-def check_graph(model: ir.Model, version: Version) -> list[str]:
+def check_graph(model: ir.Model, version: Version, *, ahead_of_time: bool = False) -> list[str]:
     """Reasons why a TensorRT version rejects a graph; [] if it does not.
 
     Args:
         model: lowered. Types and ranks of values are inferred, where they are missing, in a copy.
-        version: major and minor.
+        version: major and minor, see `op_table.rules`.
+        ahead_of_time: see there.
 
     Returns:
         One line for each unsupported node, and for the opset.
@@ -33,7 +34,7 @@ def check_graph(model: ir.Model, version: Version) -> list[str]:
     opset, highest = model.opset_imports[""], highest_opset(version)
     if opset > highest:
         found.append(f"opset {opset}, {highest} is the highest")
-    known = rules(version)
+    known = rules(version, ahead_of_time=ahead_of_time)
     for node in infer_types(model).graph:
         found += [f"{name_of(node)} {node.name}: {fault}" for fault in _faults(node, known)]
     return found

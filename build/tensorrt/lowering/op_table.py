@@ -158,6 +158,15 @@ _SINCE_11_0 = {
     "Clip": Rule(dtypes=NUMBERS),  # compiled by TensorRT-RTX 1.7
 }
 
+# Compiled by TensorRT-RTX 1.7: experts have blocks of any size, FP4 of 16.
+_AHEAD_OF_TIME = {
+    "DequantizeLinear": Rule(
+        dtypes=_CODES,
+        initializers=(2,),
+        blocked=dict.fromkeys(EIGHT_BITS | FOUR_BITS, frozenset[int]()) | _FP4_BLOCKS,
+    ),
+}
+
 _HALF = frozenset({ir.DataType.FLOAT16})
 _KERNELS = {
     "edgellm::store_rows": Rule(dtypes=_HALF, checked=(0, 1, 2, 3, 4), ranks=frozenset({3})),
@@ -191,8 +200,12 @@ _OPSETS: tuple[tuple[Version, int], ...] = (((10, 3), 21), ((10, 8), 23), ((10, 
 CHECKED: tuple[Version, ...] = ((10, 3), (10, 13), (10, 16), (11, 4))  # checked in CI
 
 
-def rules(version: Version) -> dict[str, Rule]:
+def rules(version: Version, *, ahead_of_time: bool = False) -> dict[str, Rule]:
     """Rules of a TensorRT version by operator; those of other domains are `domain::name`.
+
+    Args:
+        version: major and minor; of TensorRT-RTX those of the TensorRT whose operators it takes.
+        ahead_of_time: for TensorRT-RTX, which has no plugins.
 
     Raises:
         ValueError: it is older than the table.
@@ -203,6 +216,8 @@ def rules(version: Version) -> dict[str, Rule]:
     for since, added in _ADDED:
         if since <= version:
             found |= added
+    if ahead_of_time:
+        return found | _AHEAD_OF_TIME
     return found | (_KERNELS if takes_plugins(version) else {})
 
 

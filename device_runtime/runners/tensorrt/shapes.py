@@ -41,11 +41,12 @@ class Shapes:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of outputs, without caches."""
+        """Names of outputs, without caches and what states need of rows."""
+        kept = graph_io.PRESENT, graph_io.STATE_ROWS
         return [
             name
             for name, info in self._tensors.items()
-            if not info.is_input and not name.startswith(graph_io.PRESENT)
+            if not info.is_input and not name.startswith(kept)
         ]
 
     @property

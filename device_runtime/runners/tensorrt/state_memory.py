@@ -1,8 +1,12 @@
-"""States of recurrent layers on the GPU, passed as a table of addresses.
+"""States of recurrent layers on the GPU, passed as a table of addresses or as tensors.
 
-TensorRT gets only the table, see `kernels/triton/recurrent.py`. Each sequence and each checkpoint
-has its own place, with a table of its own at the end. A pass reads the table of its sequence from a
-fixed address. What a pass stores of its rows is shared: the next pass overwrites it.
+With edgellm's kernels TensorRT gets only the table, see `kernels/triton/recurrent.py`. Each
+sequence and each checkpoint has its own place, with a table of its own at the end. A pass reads the
+table of its sequence from a fixed address. What a pass stores of its rows is shared: the next pass
+overwrites it.
+
+Where TensorRT's operators compute, an engine has the states as inputs and what it stores as
+outputs, all at fixed addresses. So the states of the current sequence are there, not in its place.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from edgellm.device_runtime.runners.tensorrt.packed_buffers import (
 
 _MAGIC = 0x656467656C6C6D  # as in the kernels
 _HEADER, _PARTS = 2, 4  # entries of the header, and of each state
-_CHUNK_ROWS = 256  # of a prompt; the time of linear attention grows with their square
+CHUNK_ROWS = 256  # of a prompt; the time of linear attention grows with their square
 _WINDOW, _MATRIX = "window", "matrix"  # parts of states
 _COUNT_BYTES = 16  # of a number of rows, since kernels take aligned pointers
 
@@ -53,7 +57,7 @@ def table_entries(num_states: int) -> int:
 def chunk_rows(spec: RecurrentSpec, max_rows: int) -> int:
     """Maximum rows of a prefill pass."""
     has_matrices = any(name.endswith(f".{_MATRIX}") for name in spec.states)
-    return min(max_rows, _CHUNK_ROWS) if has_matrices else max_rows
+    return min(max_rows, CHUNK_ROWS) if has_matrices else max_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +158,13 @@ class DeviceStates:
             device: that computes.
             spec: of the states.
             rows: maximum rows of a pass, padding included.
-            engine: that takes the table.
+            engine: that takes the table or the states.
 
         Raises:
-            BrokenArtifactError: the engine's table is for other states.
+            BrokenArtifactError: the engine is for other states.
             LimitError: the device has too little memory.
         """
-        found, entries = engine.tensors[graph_io.STATE_TABLE].shape, table_entries(len(spec.states))
-        if found != (entries,):
-            raise BrokenArtifactError(
-                f"the engine's table of states has {found[0]} entries, one of {len(spec.states)} "
-                f"states has {entries}",
-                hint="build the engine again",
-            )
+        entries = _require_states(engine, spec)
         self._device, self._layout = device, StateLayout.of(spec, rows)
         self._shapes = [tuple(shape) for shape in spec.states.values()]
         self._state_bytes, self._table_bytes = packed_bytes(self._layout.state_layout), 8 * entries
@@ -180,8 +178,21 @@ class DeviceStates:
         self._is_moving = False  # the former path is still in use
         self._table = device.allocate(self._table_bytes)
         self.addresses = {graph_io.STATE_TABLE: self._table.address}
+        self._tensors: _Place | None = None  # where an engine has states as inputs
         self._current = self.new()
-        self._bind(self._current)
+        if graph_io.STATE_TABLE in engine.tensors:
+            self._bind(self._current)
+        else:
+            self._tensors = self.new()
+            self.addresses = self._tensor_addresses(spec, self._tensors.address)
+
+    def _tensor_addresses(self, spec: RecurrentSpec, end: int) -> dict[str, int]:
+        """Of the states, from an address on, and of what a pass stores of its rows, in order."""
+        found = {}
+        for name, size in zip(spec.states, map(packed_bytes, self._layout.states), strict=True):
+            found[name], end = end, end + size
+        stored = (name for each in self._layout.stored for name in each)
+        return found | {name: self._stored[at] for name, at in zip(spec.rows, stored, strict=True)}
 
     def _upload_constants(self) -> Mapping[str, int]:
         """Rows of a chain and numbers of rows, so that prompts and single tokens upload nothing."""
@@ -242,12 +253,12 @@ class DeviceStates:
 
     def replace(self, place: _Place, source: _Place | None) -> None:
         """See `StateStore`; asynchronous."""
-        address = self._zeros.address if source is None else source.address
-        self._device.copy(place.address, address, self._state_bytes)
+        address = self._zeros.address if source is None else self._here(source).address
+        self._device.copy(self._here(place).address, address, self._state_bytes)
 
     def read(self, place: _Place) -> tuple[NDArray[np.float32], ...]:
         """See `StateStore`."""
-        self._device.download(self._host, place.address)
+        self._device.download(self._host, self._here(place).address)
         self._device.synchronize()
         return tuple(
             tensor.astype(np.float32).reshape(shape)
@@ -259,7 +270,7 @@ class DeviceStates:
         self._device.synchronize()  # an earlier copy may still read the host's memory
         for tensor, state in zip(self._on_host(), states, strict=True):
             tensor[...] = state.reshape(tensor.shape)
-        self._device.upload(place.address, self._host)
+        self._device.upload(self._here(place).address, self._host)
         self._device.synchronize()
 
     def _on_host(self) -> list[NDArray]:
@@ -281,8 +292,17 @@ class DeviceStates:
 
     def _bind(self, place: _Place) -> None:
         """Let later passes read a place."""
+        if self._tensors is None:
+            self._device.copy(self._table.address, place.table, self._table_bytes)
+        else:
+            at = self._tensors.address
+            self._device.copy(self._current.address, at, self._state_bytes)
+            self._device.copy(at, place.address, self._state_bytes)
         self._current = place
-        self._device.copy(self._table.address, place.table, self._table_bytes)
+
+    def _here(self, place: _Place) -> _Place:
+        """Where the states of a place are."""
+        return place if self._tensors is None or place is not self._current else self._tensors
 
     def advance(self, memory: StateMemory, outputs: Outputs, count: int) -> None:
         """See `StateStore`; asynchronous, a launch for each kind and shape of states."""
@@ -290,7 +310,8 @@ class DeviceStates:
         path, outcome = self._path(memory.accepted[:count])
         for at, group in enumerate(self._layout.groups):
             x, y, z, *_ = *group.grid, len(group.entries), 1
-            given = path, outcome, memory.place.table, self._constants[str(at)], *group.sizes
+            table = self._here(memory.place).table
+            given = path, outcome, table, self._constants[str(at)], *group.sizes
             self._device.launch(group.kernel, (x, y, z), given)
 
     def _path(self, rows: I64) -> tuple[int, int]:
@@ -312,6 +333,23 @@ class DeviceStates:
 
     def release(self, memory: StateMemory) -> None:
         """Does nothing: a place is reused when nothing refers to it."""
+
+
+def _require_states(engine: CompiledEngine, spec: RecurrentSpec) -> int:
+    """Entries of the table; raises `BrokenArtifactError` if an engine is for other states."""
+    entries, tensors = table_entries(len(spec.states)), engine.tensors
+    again = "build the engine again"
+    if graph_io.STATE_TABLE not in tensors:
+        states = {n: each.shape for n, each in tensors.items() if n.startswith(graph_io.STATE)}
+        if states != {name: tuple(shape) for name, shape in spec.states.items()}:
+            raise BrokenArtifactError("the engine has other states than its manifest", hint=again)
+    elif (found := tensors[graph_io.STATE_TABLE].shape) != (entries,):
+        raise BrokenArtifactError(
+            f"the engine's table of states has {found[0]} entries, one of {len(spec.states)} "
+            f"states has {entries}",
+            hint=again,
+        )
+    return entries
 
 
 def _path(count: int) -> Layout:

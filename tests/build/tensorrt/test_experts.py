@@ -15,6 +15,7 @@ from plugin_stub import Node, bindings, plugin_package, sizes
 from tensorrt_bundles import two_layer_bundle
 
 from edgellm.build.engine import build_engine
+from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.plan import Plan
 from edgellm.build.resource_estimate import predict
 from edgellm.build.tensorrt import builder
@@ -36,6 +37,7 @@ from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
 
+_COUNTS = "num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"  # in configs
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = Plan(
     max_input_len=24,
@@ -119,9 +121,6 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     said = rejection(bundle, "10.14.1")
     assert said.startswith(f"{only}plugins do not work in TensorRT 10.14.1")
     assert said.endswith("give --backend onnxruntime --device cpu")
-    assert f"{only}TensorRT-RTX 1.7 takes no plugins" in rejection(
-        bundle, "1.7", name="tensorrt_rtx"
-    )
     assert "no kernels were compiled for compute capability 7.5" in rejection(bundle, "11.4", 75)
     native = TensorRtOptions(target_sm="110", kernels="tensorrt")
     assert f"{only}--kernels tensorrt" in rejection(bundle, "11.4", options=native)
@@ -145,11 +144,25 @@ def test_forms_without_kernels_are_rejected(bundle, monkeypatch):
     assert "gates and ups that are stored alike, not for layers.0.model.layers.0.mlp" in said
 
 
-def test_commands_reject_it_before_any_work(bundle, tmp_path):
+@pytest.mark.each_change("qwen3_moe")
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "ernie4_5_moe", "laguna"])
+def test_tensorrt_rtx_compiles_it(bundle, tmp_path, model_type):
+    """Experts are in the plan; a pass of one token writes no weights of all experts."""
     pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
-    with pytest.raises(EdgeLLMError, match=r"mixtures of experts: TensorRT-RTX .* no plugins"):
-        build_engine("llm", bundle, tmp_path / "engine", PLAN, "tensorrt", lambda _: None)
-    assert not (tmp_path / "engine").exists()
+    if model_type != "qwen3_moe":
+        bundle = two_layer_bundle(tmp_path, model_type)
+    plan = dataclasses.replace(PLAN, options=TensorRtOptions(target_sm="89", layer_report=True))
+    built = build_engine("llm", bundle, tmp_path / "engine", plan, "tensorrt", lambda _: None)
+    assert [*(tmp_path / "engine").glob(f"*{EXPERTS_SUFFIX}")] == []
+    config = models.find(model_type).TINY
+    count = next(config[name] for name in _COUNTS if name in config)
+    shown = f"passes of several tokens compute all {count} experts of a layer: TensorRT-RTX"
+    assert any(note.startswith(shown) for note in built.options["notes"])
+    report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
+    layers = [ExpertLayer.all_of(ir.load(bundle / "model.onnx").graph)[0].up.shape]
+    for each in report["kernels"]:
+        dims = [tuple(tensor["dims"]) for tensor in each["outputs"]]
+        assert each["pass_index"] or layers[0] not in dims
 
 
 def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
@@ -104,9 +106,6 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     said = rejection(bundle, "10.14.1")
     assert said.startswith(f"{only}plugins do not work in TensorRT 10.14.1")
     assert said.endswith(way)
-    assert f"{only}TensorRT-RTX 1.7 takes no plugins" in rejection(
-        bundle, "1.7", name="tensorrt_rtx"
-    )
     assert "no kernels were compiled for compute capability 7.5" in rejection(bundle, "11.4", 75)
     native = TensorRtOptions(target_sm="110", kernels="tensorrt")
     assert f"{only}--kernels tensorrt" in rejection(bundle, "11.4", options=native)
@@ -118,11 +117,48 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     assert "keys and values of a multiple of 8, not of 20" in rejection(odd, "11.4")
 
 
-def test_commands_reject_it_before_any_work(bundle, tmp_path):
+def test_tensorrt_rtx_needs_kernels_that_commit(bundle, tmp_path):
+    rejected = functools.partial(rejection, version="1.7", name="tensorrt_rtx")
+    only = "on TensorRT-RTX 1.7 edgellm's kernels advance the states of recurrent layers: "
+    assert rejected(bundle, sm=75).startswith(f"{only}no kernels were compiled for")
+    assert rejected(bundle, sm=75).endswith("give --backend onnxruntime --device cpu")
+    assert f"{only}--maxVerifyTreeSize 300 exceeds 256" in rejected(
+        bundle, max_verify_tree_size=300
+    )
+    floats = two_layer_bundle(tmp_path / "floats", "lfm2", dtype="fp32")
+    assert f"{only}the kernels compute in float16, the bundle in" in rejected(floats)
+    odd = two_layer_bundle(tmp_path / "odd", "qwen3_5_text", linear_key_head_dim=20)
+    assert "keys and values of a multiple of 8, not of 20" in rejected(odd)
+    kimi = two_layer_bundle(tmp_path / "kimi", "kimi_linear")
+    assert "there are no kernels for decays of each channel" in rejected(kimi)
+
+
+@pytest.mark.each_change("qwen3_5_text")
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_5_text", "lfm2", "bamba", "qwen3_next", "nemotron_h"]
+)
+def test_tensorrt_rtx_compiles_it(bundle, tmp_path, model_type):
+    """States are inputs of the plan; a pass of one token solves no system of equations."""
     pytest.importorskip("tensorrt_rtx", reason="compiled with it: pip install '.[tensorrt-rtx]'")
-    with pytest.raises(EdgeLLMError, match=r"recurrent layers: TensorRT-RTX .* takes no plugins"):
-        build_engine("llm", bundle, tmp_path / "engine", PLAN, "tensorrt", lambda _: None)
-    assert not (tmp_path / "engine").exists()
+    if model_type != "qwen3_5_text":
+        sizes = {"mamba_head_dim": 16} if model_type == "nemotron_h" else {}
+        bundle = two_layer_bundle(tmp_path, model_type, **sizes)
+    plan = dataclasses.replace(PLAN, options=TensorRtOptions(target_sm="89", layer_report=True))
+    built = build_engine("llm", bundle, tmp_path / "engine", plan, "tensorrt", lambda _: None)
+    engine = load_engine(tmp_path / "engine", LLM_ENGINE)
+    assert [*engine.graphs] == [DECODER]
+    assert [each.max_rows for each in engine.main_graphs] == [1, 8, 24]
+    assert engine.options["kernels"] == "tensorrt"
+    assert [*(tmp_path / "engine").glob(f"*{EXPERTS_SUFFIX}")] == []
+    report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
+    products = [
+        sum("MatMul" in each["name"] for each in report["kernels"] if each["pass_index"] == index)
+        for index in range(3)
+    ]
+    if model_type == "qwen3_5_text":
+        assert products[0] < products[1] - 10
+    noted = any("compute all" in note for note in built.options["notes"])
+    assert noted == ("num_experts" in models.find(model_type).TINY)
 
 
 @pytest.mark.each_change("qwen3_5_text")

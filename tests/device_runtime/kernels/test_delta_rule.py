@@ -4,61 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from delta_cases import SHAPES, DeltaCase
 from kernel_sessions import F32, I64, open_session
 from onnx import helper
 
 from edgellm.device_runtime.kernels.library import DOMAIN
 
-ROWS, HEADS, VALUES = 9, 4, 21
-SHAPES = {"one": (2, 24, 1), "channels": (2, 24, 24), "odd": (4, 19, 19)}  # J, dk and C
+ROWS = 9
 
 
-class Case:
-    """Random inputs of a rule, in float64 for the recurrence."""
-
-    def __init__(self, kind: str, parents: list[int], states: int = 1) -> None:
-        random = torch.Generator().manual_seed(3)
-        self.key_heads, self.keys, self.decays = SHAPES[kind]
-        self.parents, rows = parents, len(parents)
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=random).double()
-
-        self.q, self.k = (normal(rows, self.key_heads, self.keys) / 4 for _ in range(2))
-        self.v, self.b = normal(rows, HEADS, VALUES), normal(rows, HEADS).sigmoid()
-        self.g = -(2 * normal(rows, HEADS, self.decays)).exp()  # also far below what exp can hold
-        self.state = normal(states, HEADS, self.keys, VALUES)
-
-    def feeds(self, *names: str) -> dict[str, np.ndarray]:
-        given = {
-            name: getattr(self, name).reshape(1, len(self.parents), -1).float().numpy()
-            for name in names
-            if name not in ("state", "parents")
-        }
-        given |= {"state": self.state.float().numpy()} if "state" in names else {}
-        return given | ({"parents": np.array(self.parents)} if "parents" in names else {})
-
-    def expected(self, *, with_delta: bool = True) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
-        """Outputs and deltas [1, S, H * dv], and the last row's state."""
-        matrices, outputs, deltas = [], [], []
-        for row, parent in enumerate(self.parents):
-            before = self.state[-1 - parent] if parent < 0 else matrices[parent]
-            q, k = (x[row].repeat_interleave(HEADS // self.key_heads, 0) for x in (self.q, self.k))
-            kept = before * self.g[row].exp()[..., None]
-            delta = self.v[row]
-            if with_delta:
-                known = torch.einsum("hkv,hk->hv", kept, k)
-                delta = self.b[row][:, None] * (delta - known)
-            matrices.append(kept + k[..., None] * delta[:, None])
-            outputs.append(torch.einsum("hkv,hk->hv", matrices[-1], q))
-            deltas.append(delta)
-        shape = 1, len(outputs), -1
-        both = (torch.stack(each).reshape(shape).numpy() for each in (outputs, deltas))
-        return *both, matrices[-1]
-
-
-def rule(case: Case, threads: int = 2, *, with_delta: bool = True) -> list[np.ndarray]:
+def rule(case: DeltaCase, threads: int = 2, *, with_delta: bool = True) -> list[np.ndarray]:
     names = ["q", "k", "v", "g", "b" if with_delta else "", "state", "parents"]
     outputs = ["y", "d"] if with_delta else ["y"]
     node = helper.make_node("GatedDelta", names, outputs, domain=DOMAIN)
@@ -70,7 +25,7 @@ def rule(case: Case, threads: int = 2, *, with_delta: bool = True) -> list[np.nd
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("with_delta", [True, False])
 def test_outputs_of_trees_of_two_sequences(kind, with_delta):
-    case = Case(kind, [-1, 0, 0, -2, 1, 3, 3, 4, 2], states=2)
+    case = DeltaCase(kind, [-1, 0, 0, -2, 1, 3, 3, 4, 2], states=2)
     found = rule(case, with_delta=with_delta)
     for mine, expected in zip(found, case.expected(with_delta=with_delta), strict=False):
         np.testing.assert_allclose(mine, expected, rtol=2e-6, atol=2e-6)
@@ -78,7 +33,7 @@ def test_outputs_of_trees_of_two_sequences(kind, with_delta):
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_states_after_a_chain(kind):
-    case = Case(kind, [row - 1 for row in range(ROWS)])
+    case = DeltaCase(kind, [row - 1 for row in range(ROWS)])
     _, deltas, state = case.expected()
     names = ["state", "k", "d", "g"]
     node = helper.make_node("GatedDeltaUpdate", names, ["next"], domain=DOMAIN)
@@ -91,7 +46,7 @@ def test_states_after_a_chain(kind):
 
 
 def test_one_decay_is_that_of_equal_channels():
-    case = Case("one", [-1, 0, 1, 1, 0])
+    case = DeltaCase("one", [-1, 0, 1, 1, 0])
     expected = rule(case)
     case.g = case.g.expand(-1, -1, case.keys)
     for mine, other in zip(rule(case), expected, strict=True):
@@ -99,11 +54,11 @@ def test_one_decay_is_that_of_equal_channels():
 
 
 def test_rows_do_not_depend_on_others_or_threads():
-    case = Case("channels", [-1, 0, 0, 1, 3])
+    case = DeltaCase("channels", [-1, 0, 0, 1, 3])
     found = rule(case)
     for mine, other in zip(found, rule(case, threads=1), strict=True):
         assert mine.tobytes() == other.tobytes()
-    chain = Case("channels", [-1, 0, 1, 2])  # the first, second, fourth and fifth rows
+    chain = DeltaCase("channels", [-1, 0, 1, 2])  # the first, second, fourth and fifth rows
     for name in "qkvgb":
         setattr(chain, name, getattr(case, name)[[0, 1, 3, 4]])
     chain.state = case.state
@@ -112,11 +67,11 @@ def test_rows_do_not_depend_on_others_or_threads():
 
 
 def test_wrong_shapes_fail():
-    case = Case("channels", [-1, 0])
+    case = DeltaCase("channels", [-1, 0])
     case.g = case.g[..., :7]
     with pytest.raises(Exception, match=r"g is not \[1, S, H\] or \[1, S, H \* dk\]"):
         rule(case)
-    case = Case("channels", [-1, 0])
+    case = DeltaCase("channels", [-1, 0])
     case.b = case.g
     with pytest.raises(Exception, match=r"b not \[1, S, H\]"):
         rule(case)

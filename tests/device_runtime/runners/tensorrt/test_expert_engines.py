@@ -1,4 +1,7 @@
-"""Mixtures of experts with edgellm's kernels, on the fake GPU: weights are known by address."""
+"""Mixtures of experts on the fake GPU.
+
+Edgellm's kernels know weights by address; TensorRT-RTX's operators have them in the plan.
+"""
 
 from __future__ import annotations
 
@@ -47,27 +50,46 @@ def ask(model: LLM, prompt: str, length: int = 8):
 
 
 def make(name: str, folder: Path) -> LoweredModel:
+    name, _, how = name.partition(" by ")
     config = models.find("qwen3_moe" if name == INT4 else name).TINY
     checkpoint = make_checkpoint(folder / "checkpoint", **{**config, **_SIZES.get(name, {})})
     if name == INT4:
         round_checkpoint(str(checkpoint), folder / "int4", 16)
         checkpoint = folder / "int4"
-    answers = 1 if name in _RECURRENT else 2
-    return LoweredModel(checkpoint, folder, dataclasses.replace(PLAN, max_batch_size=answers))
+    answers = 1 if name in _RECURRENT or how else 2
+    plan = dataclasses.replace(PLAN, max_batch_size=answers)
+    return LoweredModel(checkpoint, folder, plan, codes="" if how else "fp16")
+
+
+def nightly(*names: str):
+    return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+OTHERS = INT4, "mixtral", "gpt_oss", "olmoe", "ernie4_5_moe", *_RECURRENT
+# Two tokens of tiny gpt-oss are as likely in float16.
+BY_OPERATORS = [f"{name} by operators" for name in OTHERS if name != "gpt_oss"]
+_MADE: dict[str, LoweredModel] = {}
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", *nightly(*OTHERS)])
+def mixture(request, tmp_path_factory) -> LoweredModel:
+    """With edgellm's kernels."""
+    return made(request.param, tmp_path_factory)
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "qwen3_moe",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in (INT4, "mixtral", "gpt_oss", "olmoe", "ernie4_5_moe", *_RECURRENT)
-        ),
-    ],
+    params=["qwen3_moe", "qwen3_moe by operators", *nightly(*OTHERS, *BY_OPERATORS)],
 )
-def mixture(request, tmp_path_factory) -> LoweredModel:
-    return make(request.param, tmp_path_factory.mktemp(request.param))
+def either(request, tmp_path_factory) -> LoweredModel:
+    """With edgellm's kernels or TensorRT-RTX's operators."""
+    return made(request.param, tmp_path_factory)
+
+
+def made(name: str, factory: pytest.TempPathFactory) -> LoweredModel:
+    if name not in _MADE:
+        _MADE[name] = make(name, factory.mktemp(name.replace(" ", "-")))
+    return _MADE[name]
 
 
 def is_rounded(mixture: LoweredModel) -> bool:
@@ -75,10 +97,10 @@ def is_rounded(mixture: LoweredModel) -> bool:
     return mixture.manifest.quantization != "none"
 
 
-def test_passes_equal_the_cpu_engine(mixture):
+def test_passes_equal_the_cpu_engine(either):
     """A chunk with more pairs of an expert than a program has, a token, a tree."""
-    sessions = mixture.open(FakeDevice()), open_decoder(mixture.engine, mixture.manifest_of_cpu)
-    limit = 0.1 if is_rounded(mixture) else 0.02
+    sessions = either.open(FakeDevice()), open_decoder(either.engine, either.manifest_of_cpu)
+    limit = 0.1 if is_rounded(either) else 0.02
     # Of a seed whose logits depend little on float16: with others, those of Qwen3-Next in
     # transformers differ by up to 0.18 as well.
     ids, write = np.random.default_rng(1).integers(9, 90, 60), 0
@@ -94,24 +116,24 @@ def test_passes_equal_the_cpu_engine(mixture):
         write += rows
 
 
-def test_outputs_equal_the_cpu_engine(mixture, monkeypatch):
+def test_outputs_equal_the_cpu_engine(either, monkeypatch):
     """Requests of a batch, and speculation."""
     device = FakeDevice()
-    open_with(monkeypatch, lambda *_: mixture.runners(device), mixture.manifest.max_batch_size)
+    open_with(monkeypatch, lambda *_: either.runners(device), either.manifest.max_batch_size)
     prompts = [words(20, 21, 22, 20, 21, 22, 20), words(*range(30, 70)), words(40)]
-    model = LLM(mixture.engine)
+    model = LLM(either.engine)
     found = [ask(model, prompt).token_ids for prompt in prompts]
     assert device.captures
-    spoken = LLM(mixture.engine, spec=LOOKUPS)
+    spoken = LLM(either.engine, spec=LOOKUPS)
     assert [ask(spoken, prompt).token_ids for prompt in prompts] == found
     answers = [model.generate(each, max_generate_length=8, sampling=GREEDY) for each in prompts]
-    for _ in model.together(answers, mixture.manifest.max_batch_size):
+    for _ in model.together(answers, either.manifest.max_batch_size):
         pass
     assert [each.token_ids for each in answers] == found
     monkeypatch.undo()
-    if is_rounded(mixture):
+    if is_rounded(either):
         return
-    cpu = LLM(mixture.engine)
+    cpu = LLM(either.engine)
     assert found == [ask(cpu, prompt).token_ids for prompt in prompts]
 
 

@@ -1,4 +1,7 @@
-"""Recurrent layers with edgellm's kernels, on the fake GPU: states are known by address."""
+"""Recurrent layers on the fake GPU.
+
+Edgellm's kernels know states by address; for TensorRT-RTX's operators they are tensors.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +48,19 @@ def ask(model: LLM, prompt: str, length: int = 12):
     scope="module",
     params=[
         "qwen3_5_text",
+        "qwen3_5_text by operators",
         *(
-            pytest.param(name, marks=pytest.mark.nightly)
+            pytest.param(f"{name}{how}", marks=pytest.mark.nightly)
             for name in ("lfm2", "lfm3", "bamba", "falcon_h1")
+            for how in ("", " by operators")
         ),
     ],
 )
 def hybrid(request, tmp_path_factory) -> LoweredModel:
-    folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_checkpoint(folder / "checkpoint", **models.find(request.param).TINY)
-    return LoweredModel(checkpoint, folder, PLAN)
+    name, _, how = request.param.partition(" by ")
+    folder = tmp_path_factory.mktemp(f"{name}-{how}")
+    checkpoint = make_checkpoint(folder / "checkpoint", **models.find(name).TINY)
+    return LoweredModel(checkpoint, folder, PLAN, codes="" if how else "fp16")
 
 
 @pytest.fixture
@@ -78,11 +84,12 @@ def tree_inputs(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mask, mask.sum(1) - 1
 
 
-def test_a_graph_has_neither_states_nor_their_rows(hybrid):
-    graph = ir.load(hybrid.graph).graph
+def test_states_are_a_table_or_tensors(hybrid):
+    graph, spec = ir.load(hybrid.graph).graph, hybrid.manifest.decoder.recurrent
     names = {str(value.name) for values in (graph.inputs, graph.outputs) for value in values}
-    assert STATE_TABLE in names
-    assert not any(name.startswith((STATE, STATE_ROWS)) for name in names)
+    states = {name for name in names if name.startswith((STATE, STATE_ROWS))}
+    assert states == (set() if STATE_TABLE in names else {*spec.states, *spec.rows})
+    assert (STATE_TABLE in names) == hybrid.has_kernels
 
 
 def compare(sessions: tuple[DecoderNetwork, ...], ids: np.ndarray, write: int, **tree) -> None:
@@ -213,7 +220,10 @@ def test_an_engine_of_other_states_is_rejected(hybrid):
     recurrent = hybrid.manifest.decoder.recurrent
     fewer = dataclasses.replace(recurrent, states=dict([*recurrent.states.items()][1:]))
     spec = dataclasses.replace(hybrid.manifest.decoder, recurrent=fewer)
-    with pytest.raises(BrokenArtifactError, match=r"table of states has \d+ entries") as caught:
+    message = (
+        r"table of states has \d+ entries" if hybrid.has_kernels else "engine has other states"
+    )
+    with pytest.raises(BrokenArtifactError, match=message) as caught:
         hybrid.runners(FakeDevice(), dataclasses.replace(hybrid.manifest, spec=spec))
     assert "build the engine again" in caught.value.hint
 

@@ -1,0 +1,1 @@
+"""Experts and recurrent layers in TensorRT's own operators, for a library without plugins."""
