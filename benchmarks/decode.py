@@ -158,6 +158,7 @@ def show_long(given: argparse.Namespace, report: Report) -> None:
         for process in running.values():
             process.close()
         rows += _long_rows(context, times)
+        print("\n".join(" ".join(row) for row in rows[-len(kinds) :]), flush=True)
     columns = ("context", "engine", "prefill tokens/s", "decode tokens/s", "prefill", "decode")
     report.add(f"decode-long-{given.shape}", columns, rows)
 
@@ -288,7 +289,7 @@ def _peers(given: argparse.Namespace, checkpoint: Path, source: Path | None) -> 
 
 def _random_gguf(checkpoint: Path) -> Path:
     """Return a GGUF file of a checkpoint's weights, which is written once."""
-    path = checkpoint.with_suffix(".gguf")
+    path = checkpoint.with_name(f"{checkpoint.name}.gguf")
     if not path.exists():
         partial = path.with_suffix(".partial")
         random_gguf.write(checkpoint, smollm2.fetch(), partial)
