@@ -113,8 +113,11 @@ class StateLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what a pass stores, and of the states of a sequence, a checkpoint and zeros."""
-        return packed_bytes(self.stored_layout) + 3 * packed_bytes(self.state_layout)
+        """Bytes of what a pass stores, and of four states.
+
+        They are those of a sequence, a checkpoint, zeros, and the tensors of TensorRT-RTX.
+        """
+        return packed_bytes(self.stored_layout) + 4 * packed_bytes(self.state_layout)
 
 
 def _of(
