@@ -35,6 +35,7 @@ from edgellm.build.flags import (
     OptLevel,
     Prefill,
     Quantize,
+    StripWeights,
     TargetSm,
     Threads,
     TimingCache,
@@ -92,6 +93,7 @@ def llm_build(
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
+    strip_weights: StripWeights = False,
     no_check: NoCheck = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -107,6 +109,7 @@ def llm_build(
     words = {"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm}
     flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
     flags |= {"--fallbackPrecision": fallback_precision or None, "--maxLoras": max_loras}
+    flags["--stripWeights"] = strip_weights or None
     options = options_of(name, flags)
     plan = Plan(
         max_input_len=max_input_len,
