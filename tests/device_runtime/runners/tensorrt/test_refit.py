@@ -214,7 +214,7 @@ def test_the_manifest_says_which_plans_are_refitted(plan, monkeypatch, is_stripp
     tensorrt.open_engine(plan.parent, engine)
     assert len(asked) == 1
     assert ("refit" in board.calls) == is_stripped
-    with pytest.raises(EdgeLLMError, match="needs 0.00 GB") if is_stripped else _nothing():
+    with pytest.raises(EdgeLLMError, match=r"needs 0\.00 GB") if is_stripped else _nothing():
         tensorrt.require_memory(79, engine)
 
 
