@@ -44,7 +44,8 @@ def library(monkeypatch) -> Any:
         monkeypatch.setattr(module, name, getattr(module, name))
     fake_backend.install()
     flags = SimpleNamespace(STRIP_PLAN="strip", REFIT_IDENTICAL="identical", TF32="tf32")
-    for name, each in (("Refitter", 1), ("OnnxParserRefitter", 1), ("BuilderFlag", flags)):
+    names = {"Refitter": 1, "OnnxParserRefitter": 1, "BuilderFlag": flags}
+    for name, each in {**names, "__version__": fake_backend.VERSION}.items():
         monkeypatch.setattr(fake_backend._LIBRARY, name, each, raising=False)
     return fake_backend._LIBRARY
 
@@ -76,6 +77,17 @@ def test_the_refitter_finds_each_weight_in_the_engine(command_here, bundle, tmp_
     assert len(compiled) > 10
     assert _weights(moved / "llm.lowered.onnx") == compiled
     assert (moved / "llm.lowered.onnx").stat().st_size < manifest.files["llm.engine"].num_bytes / 2
+
+
+def test_versions_and_capacities_share_a_file_of_weights(command_here, library, bundle, tmp_path):
+    found = set()
+    for version, capacity in (("10.3.0", 64), ("11.4.0", 128)):
+        library.__version__ = version
+        flags = "--maxKVCacheCapacity", capacity, "--stripWeights"
+        assert _build(command_here, bundle, tmp_path / version, *flags).returncode == 0
+        files = load_engine(tmp_path / version, LLM_ENGINE).files
+        found.add(files["llm.lowered.data"].sha256)
+    assert len(found) == 1
 
 
 @pytest.mark.usefixtures("library")
