@@ -96,10 +96,14 @@ def build_encoder(
 
     backend = choose_backend(flags.backend, flags.device)
     own: dict[str, Any] = own_flags(
-        flags.target_sm, flags.workspace, flags.opt_level, flags.timing_cache, flags.layer_report
+        flags.target_sm,
+        flags.workspace,
+        flags.opt_level,
+        flags.timing_cache,
+        flags.layer_report,
+        flags.strip_weights,
     )
     own["--fallbackPrecision"] = flags.fallback_precision or None
-    own["--stripWeights"] = flags.strip_weights or None
     plan = limited(
         threads=flags.threads,
         quantize=flags.quantize,
