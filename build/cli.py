@@ -35,6 +35,7 @@ from edgellm.build.flags import (
     OptLevel,
     Prefill,
     Quantize,
+    StripWeights,
     TargetSm,
     Threads,
     TimingCache,
@@ -92,6 +93,7 @@ def llm_build(
     opt_level: OptLevel = None,
     timing_cache: TimingCache = None,
     layer_report: LayerReport = False,
+    strip_weights: StripWeights = False,
     no_check: NoCheck = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -103,9 +105,8 @@ def llm_build(
     _check_words(prefill, kernels, quantize, kv_cache)
     product = _product(eagle_base=eagle_base, eagle_draft=eagle_draft)
     name = choose_backend(backend, device, kernels)
-    flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report)
-    words = {"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm}
-    flags |= {flag: None if word == "auto" else word for flag, word in words.items()}
+    flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report, strip_weights)
+    flags |= _chosen({"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm})
     flags |= {"--fallbackPrecision": fallback_precision or None, "--maxLoras": max_loras}
     options = options_of(name, flags)
     plan = Plan(
@@ -166,12 +167,18 @@ def _product(*, eagle_base: bool, eagle_draft: bool) -> str:
     return "draft" if eagle_draft else "llm"
 
 
+def _chosen(words: dict[str, str]) -> dict[str, str | None]:
+    """Words by flag; None in the place of "auto"."""
+    return {flag: None if word == "auto" else word for flag, word in words.items()}
+
+
 def own_flags(
     target_sm: str,
     workspace: int,
     opt_level: int | None,
     timing_cache: Path | None,
     layer_report: bool,
+    strip_weights: bool,
 ) -> dict[str, Any]:
     """The flags of some backends by name; None where one was not given."""
     return {
@@ -180,6 +187,7 @@ def own_flags(
         "--optLevel": opt_level,
         "--timingCache": timing_cache,
         "--layerReport": layer_report or None,
+        "--stripWeights": strip_weights or None,
     }
 
 

@@ -26,6 +26,7 @@ from edgellm.build.flags import (
     LayerReport,
     NoCheck,
     OptLevel,
+    StripWeights,
     TargetSm,
     Threads,
     TimingCache,
@@ -63,6 +64,7 @@ class EncoderFlags:
     opt_level: OptLevel = None
     timing_cache: TimingCache = None
     layer_report: LayerReport = False
+    strip_weights: StripWeights = False
     no_check: NoCheck = False
     dry_run: DryRun = False
     overwrite: Overwrite = False
@@ -94,7 +96,12 @@ def build_encoder(
 
     backend = choose_backend(flags.backend, flags.device)
     own: dict[str, Any] = own_flags(
-        flags.target_sm, flags.workspace, flags.opt_level, flags.timing_cache, flags.layer_report
+        flags.target_sm,
+        flags.workspace,
+        flags.opt_level,
+        flags.timing_cache,
+        flags.layer_report,
+        flags.strip_weights,
     )
     own["--fallbackPrecision"] = flags.fallback_precision or None
     plan = limited(

@@ -252,6 +252,15 @@ LayerReport = Annotated[
         rich_help_panel="Debug",
     ),
 ]
+StripWeights = Annotated[
+    bool,
+    typer.Option(
+        "--stripWeights",
+        help="Compile a TensorRT plan without weights, which it is given from a file when "
+        "loaded. Default: weights in the plan.",
+        rich_help_panel="Output",
+    ),
+]
 NoCheck = Annotated[
     bool,
     typer.Option(

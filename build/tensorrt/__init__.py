@@ -12,6 +12,8 @@ from edgellm.build.tensorrt.target import find_target
 from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
 from edgellm.core.manifest import Bundle
+from edgellm.device_runtime.runners.tensorrt.library.refit import lacking_names
+from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 __all__ = [
     "DEVICE",
@@ -47,7 +49,22 @@ def origin(options: plans.Options) -> Origin:
             f"{target.library.label} has no timing cache",
             hint="leave out --timingCache; kernels are chosen when an engine is loaded",
         )
+    if own.strip_weights:
+        _require_strip(target.library)
     return target.origin
+
+
+def _require_strip(library: Library) -> None:
+    if library.is_ahead_of_time:
+        fault = "does not compile plans without weights where there is no GPU (1.7.1 fails)"
+    elif missing := lacking_names(library.trt):
+        fault = f"has no {missing[0]}, which plans without weights need"
+    else:
+        return
+    raise EdgeLLMError(
+        f"--stripWeights: {library.label} {fault}",
+        hint="leave out --stripWeights: the plan then holds the weights",
+    )
 
 
 def takes_batches(plan: Plan) -> bool:

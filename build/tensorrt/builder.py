@@ -221,6 +221,9 @@ def _configure(trt: Any, builder: Any, target: Target, options: TensorRtOptions)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 bundles ask for float32
+    if options.strip_weights:
+        config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+        config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)  # kernels may depend on the weights
     if options.workspace_mib:
         limit = options.workspace_mib << 20
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, limit)

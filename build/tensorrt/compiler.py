@@ -42,6 +42,7 @@ from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
+from edgellm.device_runtime.runners.tensorrt.library.refit import LOWERED_SUFFIX, WEIGHTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
@@ -139,6 +140,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         lacking=frozenset(lacking_kinds(target)),
         full=FullCompiler.of(target.library, options),
         has_experts=cached is not None and cached.kernels is None,
+        is_stripped=options.strip_weights,
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
     if places is None:
@@ -223,9 +225,9 @@ class _Compiler:
     def compile(self, portable: Path, passes: Sequence[Pass]) -> Built:
         """Lower a portable graph and compile it into `<name>.engine`."""
         self._report(f"lowering the {self.name} graph")
-        lowered = self._folder / f"{self.name}.lowered.onnx"
         engine, threads = self._folder / f"{self.name}.engine", self._plan.threads
-        weights = WeightFile(lowered.with_suffix(".data"))
+        lowered = engine.with_suffix(LOWERED_SUFFIX)
+        weights = WeightFile(engine.with_suffix(WEIGHTS_SUFFIX))
         model = ir.load(portable)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
@@ -252,8 +254,9 @@ class _Compiler:
         built = build(
             lowered, passes, engine, self.target, self._options, self._report, threads=threads
         )
-        lowered.unlink()
-        weights.path.unlink()
+        if not self._options.strip_weights:  # else the plan gets them from there
+            lowered.unlink()
+            weights.path.unlink()
         if self._options.layer_report:
             write_report(self._folder, self.name, passes, built)
         return built

@@ -51,6 +51,7 @@ class Sizes:
     lacking: frozenset[str] = frozenset()
     full: FullCompiler | None = None  # None: TensorRT-RTX
     has_experts: bool = False  # whether experts are constants of the plan
+    is_stripped: bool = False  # whether weights are in a file next to the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,20 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         runs_on_cpu=False,
         scratch_bytes=scratch,
         device_bytes=sizes.device_bytes,
-        notes=tuple(note for model in models for note in notes_of_blocks(model)),
+        notes=tuple(note for model in models for note in notes_of_blocks(model))
+        + _notes_of_strip(engine, len(models), sizes),
         build_remedy=sizes.full.remedy if sizes.full else "",
+    )
+
+
+def _notes_of_strip(engine: int, plans: int, sizes: Sizes) -> tuple[str, ...]:
+    """Where the bytes of an engine are whose plans have no weights; else ()."""
+    if not sizes.is_stripped:
+        return ()
+    kernels = _KERNEL_BYTES * sizes.passes * plans
+    return (
+        f"{(engine - kernels) / 1e6:.1f} MB are in files next to the plan, which has about "
+        f"{kernels / 1e6:.1f} MB and is given its weights when it is loaded",
     )
 
 

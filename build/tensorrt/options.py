@@ -28,6 +28,8 @@ class TensorRtOptions(GpuOptions):
     fallback_precision: str = field(default="", metadata={FLAG: "--fallbackPrecision"})
     # Write all kernels to a file of the engine; TensorRT loads the engine for this
     layer_report: bool = field(default=False, metadata={FLAG: "--layerReport"})
+    # Compile a plan without weights; the lowered graph and its weights stay next to it
+    strip_weights: bool = field(default=False, metadata={FLAG: "--stripWeights"})
 
 
 def options_of(plan: Plan) -> TensorRtOptions:

@@ -37,6 +37,7 @@ OBJECTS: Mapping[str, Mapping[str, str]] = {
         "inspector": "EngineInspector",
     },
     f"{_LIBRARY}/log.py": {"severity": "ILogger.Severity"},
+    f"{_LIBRARY}/refit.py": {"refitter": "Refitter", "parser": "OnnxParserRefitter"},
     f"{_LIBRARY}/runtime.py": {
         "runtime": "Runtime",
         "engine": "ICudaEngine",
@@ -61,6 +62,7 @@ _RETURNS = {
     "INetworkDefinition.get_layer": "ILayer",
     "ILayer.get_input": "ITensor",
     "ILayer.get_output": "ITensor",
+    "OnnxParserRefitter.get_error": "ParserError",
 }
 _OF_EVERY_MODULE = {"__name__", "__version__"}
 Call = tuple[int, tuple[str, ...]]  # the number of positional arguments, and keywords

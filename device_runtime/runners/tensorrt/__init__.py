@@ -23,6 +23,7 @@ from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.runner import Runner
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
+from edgellm.device_runtime.runners.tensorrt.library.refit import LOWERED_SUFFIX, WEIGHTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
         }
         plan = graphs[0].path
         compiled = cache_folder() / "tensorrt" / f"{engine.files[plan].sha256[:32]}.kernels"
-        loaded = load_engine(trt, folder / plan, device, caches, compiled)
+        is_stripped = Path(plan).with_suffix(LOWERED_SUFFIX).as_posix() in engine.files
+        loaded = load_engine(trt, folder / plan, device, caches, compiled, is_stripped=is_stripped)
         opened[role] = runner_of(role, engine, loaded, device)
         if loaded.kernels is not None:
             loaded.kernels.save()
@@ -121,7 +123,7 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
     plans = sum(
         record.num_bytes
         for name, record in engine.files.items()
-        if name.endswith((".engine", EXPERTS_SUFFIX))
+        if name.endswith((".engine", EXPERTS_SUFFIX, WEIGHTS_SUFFIX))
     )
     cache = engine.cache
     rows = engine.max_kv_cache_capacity * engine.max_batch_size

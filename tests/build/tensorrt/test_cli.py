@@ -161,6 +161,8 @@ def test_engines_of_another_machine_are_rejected_before_loading(command, half_bu
         (("--backend", "onnxruntime", "--kvCache", "fp8"), "fp8 is for --backend tensorrt"),
         ((*ADA[-2:], "--backend", "onnxruntime"), "--gpu is not for ONNX Runtime"),
         (("--backend", "onnxruntime", "--layerReport"), "--layerReport is not for ONNX Runtime"),
+        ((*ADA[-2:], "--stripWeights"), "--stripWeights: TensorRT-RTX 1.7.1"),
+        (("--backend", "onnxruntime", "--stripWeights"), "--stripWeights is not for ONNX Runtime"),
     ],
 )
 def test_unsupported_flags_are_rejected_with_a_hint(

@@ -17,6 +17,7 @@ from edgellm.core.graph_io import CACHE_TABLE
 from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import open_experts
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, TensorInfo
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
+from edgellm.device_runtime.runners.tensorrt.library.refit import refit
 from edgellm.device_runtime.runners.tensorrt.library.specialized_kernels import (
     SpecializedKernels,
     specialize,
@@ -24,7 +25,13 @@ from edgellm.device_runtime.runners.tensorrt.library.specialized_kernels import 
 
 
 def load_engine(
-    trt: Any, path: Path, device: Device, caches: Mapping[str, str], compiled: Path
+    trt: Any,
+    path: Path,
+    device: Device,
+    caches: Mapping[str, str],
+    compiled: Path,
+    *,
+    is_stripped: bool = False,
 ) -> LoadedEngine:
     """Read a plan file, whose origin was compared with this machine before.
 
@@ -35,10 +42,12 @@ def load_engine(
         caches: outputs that must lie where an input lies, and that input; an engine that takes
             a table of caches has none.
         compiled: file of kernels that the library compiles while the engine runs, if it does.
+        is_stripped: the plan has no weights; see `refit`.
 
     Raises:
-        BrokenArtifactError: the library refuses the file, or that of its experts is damaged.
-        LimitError: the device has too little memory for the experts.
+        BrokenArtifactError: the library refuses the file or its weights, or the file of its
+            experts is damaged.
+        LimitError: there is too little memory for the experts or to refit the plan.
         EdgeLLMError: a cache is not updated in place.
     """
     log = LibraryLog(trt)
@@ -49,6 +58,8 @@ def load_engine(
     ):
         runtime = trt.Runtime(log.logger)
         engine = runtime.deserialize_cuda_engine(plan)
+        if engine is not None and is_stripped:
+            refit(trt, engine, path, log)
     if engine is None:
         words = " ".join(log.errors[0].split()) if log.errors else "it does not say why"
         raise BrokenArtifactError(
