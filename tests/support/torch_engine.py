@@ -87,7 +87,7 @@ class _Launcher(Protocol):
 
 
 def _skip(launch: Launch, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-    """A kernel of which only the shapes are wanted."""
+    """Launch nothing, where a caller asks for shapes only."""
 
 
 class TorchSession:
@@ -194,7 +194,7 @@ class TorchSession:
                 num_outputs=len(node.outputs),
             )
             found = OPERATORS[node.operator](call)
-        except Exception as error:
+        except Exception as error:  # whatever torch raises; the node is named
             why = f"{type(error).__name__}: {error}"
             raise NodeError(f"{_shown(node, given)}: {why}") from error
         many = found if isinstance(found, tuple) else (found,)
@@ -215,7 +215,7 @@ class TorchSession:
             ]
             _require_types(launch, [*inputs, *outputs])
             launcher(launch, inputs, outputs)
-        except Exception as error:
+        except Exception as error:  # whatever torch raises; the node is named
             why = f"{type(error).__name__}: {error}"
             raise NodeError(f"{_shown(node, inputs)}: {why}") from error
         return dict(zip(node.outputs, outputs, strict=True))

@@ -76,8 +76,11 @@ class Recurrence:
     def key_heads(self) -> int:
         """Of linear attention."""
         keys = self.call.inputs[1]
-        assert keys is not None and keys.shape is not None  # noqa: PT018
-        return int(keys.shape[2]) // self.dims[1]  # type: ignore[arg-type]
+        assert keys is not None
+        assert keys.shape is not None
+        width = keys.shape[2]
+        assert isinstance(width, int)  # rows alone vary
+        return width // self.dims[1]
 
     def fault(self) -> str:
         """Why its sizes are not supported; "" if they are."""

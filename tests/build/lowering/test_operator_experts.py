@@ -51,7 +51,7 @@ def test_tensorrt_rtx_compiles_each_form(case, sm, tmp_path):
 @pytest.mark.each_change("fp16", "int4", "mxfp4")
 @pytest.mark.parametrize("case", CASES)
 def test_experts_equal_the_body_of_their_function(case, tmp_path):
-    """One token, which gathers its experts, and several, most of which are computed by all.
+    """In a pass of one token, which gathers its experts, and in passes of several tokens.
 
     Bodies round weights to float16 where scales are float16.
     """

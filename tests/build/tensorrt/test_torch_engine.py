@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch_engine  # noqa: E402 - needs torch
-import torch_ops  # noqa: E402
-from fake_gpu import FakeDevice  # noqa: E402
+import torch_ops  # noqa: E402 - the same
+from fake_gpu import FakeDevice  # noqa: E402 - sorted after them
 
 TYPES = {
     "float16": np.float16,

@@ -66,13 +66,15 @@ def _convolution(graph: GraphEditor, layer: Recurrence, dtype: ir.DataType) -> i
     """As `edgellm.export.layers.recurrent.convolution`, with sums in float32."""
     x, window, _, parents = layer.call.inputs
     before, _ = layer.dims
-    cast = lambda value, kind: graph.node("Cast", [value], to=int(kind))  # noqa: E731
-    number = lambda *values: _numbers(graph, *values)  # noqa: E731
+
+    def cast(value: ir.Value | None, kind: ir.DataType) -> ir.Value:
+        return graph.node("Cast", [value], to=int(kind))
+
     taps = store_taps(graph, layer.call, _F32)
     taps = graph.nodes("Split", [taps], before + 1, axis=0, num_outputs=before + 1)
     rows = graph.node("Concat", [window, x], axis=1)  # the window's rows are their next's parents
-    places = graph.node("Add", [parents, number(before)])
-    chain = number(*(max(at - 1, 0) for at in range(before)))
+    places = graph.node("Add", [parents, _numbers(graph, before)])
+    chain = _numbers(graph, *(max(at - 1, 0) for at in range(before)))
     parent_of = graph.node("Concat", [chain, places], axis=0)
     y = graph.node("Mul", [cast(x, _F32), taps[-1]])
     for tap in taps[-2::-1]:
