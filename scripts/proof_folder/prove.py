@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +88,8 @@ def environment(given: str, contents: dict[str, Any], output: Path) -> str:
         ProofError: the folder has no wheels for this Python, or they cannot be installed.
     """
     if given:
+        if shutil.which(given) is None:
+            raise ProofError(f"--python {given} is no program", "give the path of a Python")
         return given
     here = f"{platform.machine()}-cp{sys.version_info[0]}{sys.version_info[1]}"
     if here not in contents["platforms"]:

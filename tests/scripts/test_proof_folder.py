@@ -406,6 +406,9 @@ def test_a_python_without_edgellm_is_rejected(folder, tmp_path):
     code, _, errors = run(folder, python=python)
     assert (code, len(errors.splitlines())) == (2, 1)
     assert "does not run edgellm: no edgellm; give another --python" in errors
+    code, _, errors = run(folder, python=tmp_path / "absent")
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert "absent is no program; give the path of a Python" in errors
 
 
 def test_an_output_folder_that_exists_is_left_alone(tmp_path):

@@ -80,7 +80,9 @@ def read_conversations(paths: Sequence[Path], base: Base) -> tuple[list[Sample],
     prompts: dict[Prompt, None] = {}
     for path in paths:
         if not path.is_file():
-            raise EdgeLLMError(f"no such data file: {path}")
+            raise EdgeLLMError(
+                f"no such data file: {path}", hint="give --data a JSONL file that exists"
+            )
         rendered = []
         # Not str.splitlines: JSON strings may contain its other line ends.
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
