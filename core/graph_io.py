@@ -75,7 +75,7 @@ def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
 # int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.
 CACHE_TABLE = "cache_table"
 # Nor weights of experts: int64 [2 + 12 * layers], see `device_runtime/kernels/triton/experts.py`.
-EXPERT_TABLE = "expert_table"
+WEIGHT_TABLE = "weight_table"
 
 
 def page_table_name(window: int) -> str:

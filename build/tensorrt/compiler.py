@@ -40,7 +40,7 @@ from edgellm.core.manifest import Bundle, GraphSpec
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
 from edgellm.device_runtime.runners.tensorrt.library.refit import LOWERED_SUFFIX, WEIGHTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
@@ -242,7 +242,7 @@ class _Compiler:
                 self._candidates,
                 self._kernels,
                 self._places,
-                engine.with_suffix(EXPERTS_SUFFIX),
+                engine.with_suffix(ADDRESSED_SUFFIX),
             )
             library, has_kernels = self.target.library, self._kernels is not None
             ahead_of_time = library.is_ahead_of_time and not has_kernels

@@ -16,7 +16,7 @@ from edgellm.build.lowering.embeddings import table_of
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linears.weights import LinearWeight, linear_layers
 from edgellm.build.plan import Estimate
-from edgellm.build.tensorrt.lowering.expert_file import expert_bytes
+from edgellm.build.tensorrt.lowering.addressed_weights import expert_bytes
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
 from edgellm.build.tensorrt.lowering.linears import is_widened
 from edgellm.build.tensorrt.lowering.operators.expert_weights import plan_bytes

@@ -41,7 +41,7 @@ from edgellm.device_runtime.networks.draft import DraftNetwork
 from edgellm.device_runtime.networks.heads import HeadsNetwork
 from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.runner import Runner
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import RTX_TAKES
 from edgellm.export.graph.architecture import ExportOptions
@@ -238,7 +238,7 @@ def lower_for_gpu(
 ) -> None:
     """A portable graph as TensorRT gets it."""
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    experts = target.with_suffix(EXPERTS_SUFFIX)
+    experts = target.with_suffix(ADDRESSED_SUFFIX)
     lower(model, weights, dtype, capacity, candidates, kernels, places, experts)
     weights.close()
     adapt(model, version, ahead_of_time=kernels is None and version == RTX_TAKES)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from edgellm.device_runtime.kernels.triton import catalog
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import MAGIC, table_entries
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import MAGIC, table_entries
 from harness.gpu.layer_check import Call, LayerCheck, Layout
 
 _BITS = {"fp16": 16, "int4": 4, "fp4": 4}

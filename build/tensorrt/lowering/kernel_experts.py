@@ -2,8 +2,8 @@
 
 TensorRT's operators compute the router's product, `kernel_routing.py` what follows it.
 `group_rows`, `expert_gates`, `expert_downs` and `sum_experts` (`kernels/triton/experts.py`) read
-the chosen experts by a table of addresses (`graph_io.EXPERT_TABLE`). So experts are not among the
-constants of a plan, and no step of a build copies them but into their file (`expert_file.py`).
+the chosen experts by a table of addresses (`graph_io.WEIGHT_TABLE`). So experts are not among the
+constants of a plan, and no step of a build copies them but into their file (`addressed_weights.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.tensorrt.lowering.expert_file import ExpertForm, write_experts
+from edgellm.build.tensorrt.lowering.addressed_weights import StoredForm, write_experts
 from edgellm.build.tensorrt.lowering.kernel_attention import emit_node, missing
 from edgellm.build.tensorrt.lowering.kernel_routing import lower_routing
 from edgellm.core import graph_io
@@ -27,7 +27,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
     expert_downs,
     expert_gates,
 )
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import table_entries
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import table_entries
 from edgellm.device_runtime.runners.tensorrt.library import expert_nodes
 
 _F16, _I32 = ir.DataType.FLOAT16, ir.DataType.INT32
@@ -37,7 +37,7 @@ _UNLIMITED = float(np.finfo(np.float32).max)
 def why_not(graph: ir.Graph, sm: int, driver_ptx: int | None) -> str:
     """Why the kernels do not support the experts of a graph; see `kernel_attention`."""
     for layer in ExpertLayer.all_of(graph):
-        gate, up, down = (ExpertForm.of(stack) for stack in layer.stacks)
+        gate, up, down = (StoredForm.of(stack) for stack in layer.stacks)
         if (gate.codes, gate.block) != (up.codes, up.block):
             return (
                 f"there are kernels for gates and ups that are stored alike, not for {layer.name}"
@@ -50,7 +50,7 @@ def why_not(graph: ir.Graph, sm: int, driver_ptx: int | None) -> str:
     return ""
 
 
-def _variants(up: ExpertForm, down: ExpertForm) -> Iterator[Variant]:
+def _variants(up: StoredForm, down: StoredForm) -> Iterator[Variant]:
     yield from (GROUP_ROWS, SUM_EXPERTS, expert_gates(up.codes), expert_downs(down.codes))
 
 
@@ -67,7 +67,7 @@ def lower_experts(graph: GraphEditor, sm: int, path: Path) -> None:
         return
     write_experts(path, layers)
     shape = [table_entries(len(layers))]
-    table = graph.input(graph_io.EXPERT_TABLE, ir.DataType.INT64, shape)
+    table = graph.input(graph_io.WEIGHT_TABLE, ir.DataType.INT64, shape)
     for index, layer in enumerate(layers):
         graph.cursor = layer.call
         graph.replace(layer.call.outputs[0], _emit(graph, layer, index, table, sm))
@@ -79,7 +79,7 @@ def lower_experts(graph: GraphEditor, sm: int, path: Path) -> None:
 def _emit(graph: GraphEditor, layer: ExpertLayer, index: int, table: ir.Value, sm: int) -> ir.Value:
     """The nodes of a layer; y [1, S, H]."""
     _, hidden, inner = layer.up.shape
-    up, down = ExpertForm.of(layer.up), ExpertForm.of(layer.down)
+    up, down = StoredForm.of(layer.up), StoredForm.of(layer.down)
     rows, top_k = graph_io.ROWS, layer.top_k
     sizes = {"layer": index, "experts": layer.count, "top_k": top_k}
     given = {**sizes, "hidden": hidden, "inner": inner, "capability": sm}

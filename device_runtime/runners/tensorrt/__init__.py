@@ -21,7 +21,7 @@ from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.runner import Runner
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.device_runtime.runners.tensorrt.library.refit import LOWERED_SUFFIX, WEIGHTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
@@ -123,7 +123,7 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
     plans = sum(
         record.num_bytes
         for name, record in engine.files.items()
-        if name.endswith((".engine", EXPERTS_SUFFIX, WEIGHTS_SUFFIX))
+        if name.endswith((".engine", ADDRESSED_SUFFIX, WEIGHTS_SUFFIX))
     )
     cache = engine.cache
     rows = engine.max_kv_cache_capacity * engine.max_batch_size

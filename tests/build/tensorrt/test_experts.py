@@ -20,8 +20,8 @@ from edgellm.build.plan import Plan
 from edgellm.build.resource_estimate import predict
 from edgellm.build.tensorrt import builder
 from edgellm.build.tensorrt.lowering import cache_plan
+from edgellm.build.tensorrt.lowering.addressed_weights import StoredForm
 from edgellm.build.tensorrt.lowering.cache_plan import plan_cache
-from edgellm.build.tensorrt.lowering.expert_file import ExpertForm
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.op_support import check_graph
 from edgellm.build.tensorrt.lowering.op_table import CHECKED
@@ -32,7 +32,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
@@ -131,9 +131,9 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
 
 
 def test_forms_without_kernels_are_rejected(bundle, monkeypatch):
-    floats, codes = ExpertForm.of, {"gate_proj": "fp8", "up_proj": "fp8", "down_proj": "fp16"}
+    floats, codes = StoredForm.of, {"gate_proj": "fp8", "up_proj": "fp8", "down_proj": "fp16"}
     monkeypatch.setattr(
-        ExpertForm,
+        StoredForm,
         "of",
         lambda stack: dataclasses.replace(floats(stack), codes=codes[stack.name]),
     )
@@ -153,7 +153,7 @@ def test_tensorrt_rtx_compiles_it(bundle, tmp_path, model_type):
         bundle = two_layer_bundle(tmp_path, model_type)
     plan = dataclasses.replace(PLAN, options=TensorRtOptions(target_sm="89", layer_report=True))
     built = build_engine("llm", bundle, tmp_path / "engine", plan, "tensorrt", lambda _: None)
-    assert [*(tmp_path / "engine").glob(f"*{EXPERTS_SUFFIX}")] == []
+    assert [*(tmp_path / "engine").glob(f"*{ADDRESSED_SUFFIX}")] == []
     config = models.find(model_type).TINY
     count = next(config[name] for name in _COUNTS if name in config)
     shown = f"passes of several tokens compute all {count} experts of a layer: TensorRT-RTX"
@@ -191,7 +191,7 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch):
     engine = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert [each.max_rows for each in engine.main_graphs] == [1, 8, 24]
     assert engine.options["kernels"] == "edgellm"
-    stored = engine.files[f"llm{EXPERTS_SUFFIX}"].num_bytes
+    stored = engine.files[f"llm{ADDRESSED_SUFFIX}"].num_bytes
     predicted = predict(bundle, load_bundle(bundle, LLM_BUNDLE), PLAN, "tensorrt", tmp_path)
     assert stored == pytest.approx(2 * 6 * 3 * 96 * 48 * 2, rel=0.02)
     assert predicted.estimate.engine_bytes > stored

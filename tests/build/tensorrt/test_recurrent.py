@@ -31,7 +31,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
@@ -149,7 +149,7 @@ def test_tensorrt_rtx_compiles_it(bundle, tmp_path, model_type):
     assert [*engine.graphs] == [DECODER]
     assert [each.max_rows for each in engine.main_graphs] == [1, 8, 24]
     assert engine.options["kernels"] == "tensorrt"
-    assert [*(tmp_path / "engine").glob(f"*{EXPERTS_SUFFIX}")] == []
+    assert [*(tmp_path / "engine").glob(f"*{ADDRESSED_SUFFIX}")] == []
     report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
     products = [
         sum("MatMul" in each["name"] for each in report["kernels"] if each["pass_index"] == index)

@@ -16,7 +16,7 @@ from interpreted import by_reference, launch
 
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.tensorrt.lowering.kernel_experts import lower_experts
-from edgellm.core.graph_io import EXPERT_TABLE
+from edgellm.core.graph_io import WEIGHT_TABLE
 from edgellm.device_runtime.kernels.triton import cache, experts
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN
 from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import PLUGINS
@@ -34,14 +34,14 @@ class Mixture:
         ir.save(model, folder / "body.onnx")
         self._body = onnxruntime.InferenceSession(folder / "body.onnx")
         editor = GraphEditor(graph)
-        lower_experts(editor, 110, folder / "llm.experts")
+        lower_experts(editor, 110, folder / "llm.weights")
         self._nodes = [node for node in graph if node.op_type in PLUGIN]
-        stored = np.fromfile(folder / "llm.experts", np.uint8)
+        stored = np.fromfile(folder / "llm.weights", np.uint8)
         aligned = np.zeros(len(stored) + 256, np.uint8)
         first = -aligned.ctypes.data % 256
         self._memory = aligned[first : first + len(stored)]
         self._memory[:] = stored
-        (entries,) = next(v for v in graph.inputs if v.name == EXPERT_TABLE).shape.numpy()
+        (entries,) = next(v for v in graph.inputs if v.name == WEIGHT_TABLE).shape.numpy()
         self.table = self._memory.view(np.uint8)[: 8 * entries].view(np.int64)
         offsets = self.table[2:]
         offsets[offsets > 0] += self._memory.ctypes.data
@@ -54,7 +54,7 @@ class Mixture:
         self, how: Callable[..., None], x: np.ndarray, ids: np.ndarray, shares: np.ndarray
     ) -> np.ndarray:
         """Launch the kernels of all nodes as their plugins do."""
-        known = {"x": x, "ids": ids, "shares": shares, EXPERT_TABLE: self.table}
+        known = {"x": x, "ids": ids, "shares": shares, WEIGHT_TABLE: self.table}
         found = np.zeros(0)
         for node in self._nodes:
             plugin, facts = PLUGIN[node.op_type], json.loads(node.attributes[GIVEN].as_string())

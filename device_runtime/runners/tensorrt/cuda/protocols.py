@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 
 ALIGNMENT = 256  # bytes; of tensors on the device
-EXPERTS_SUFFIX = ".experts"  # of the file with an engine's experts, next to its plan
+ADDRESSED_SUFFIX = ".weights"  # of the file with an engine's experts, next to its plan
 
 
 class Buffer(Protocol):
@@ -219,7 +219,7 @@ class Context(Protocol):
         ...
 
 
-class Experts(Protocol):
+class Weights(Protocol):
     """Weights of experts on the device."""
 
     @property
@@ -232,7 +232,7 @@ class CompiledEngine(Protocol):
     """A loaded engine; its weights lie on the device."""
 
     @property
-    def experts(self) -> Experts | None:
+    def weights(self) -> Weights | None:
         """Weights that it knows by address; None: it has no mixtures of experts."""
         ...
 

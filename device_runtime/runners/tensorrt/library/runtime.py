@@ -14,8 +14,8 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.core.graph_io import CACHE_TABLE
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import open_experts
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, TensorInfo
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import open_weights
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 from edgellm.device_runtime.runners.tensorrt.library.refit import refit
 from edgellm.device_runtime.runners.tensorrt.library.specialized_kernels import (
@@ -112,7 +112,7 @@ class LoadedEngine:
             )
             for name in names
         }
-        self.experts = None if plan is None else open_experts(self.tensors, device, plan)
+        self.weights = None if plan is None else open_weights(self.tensors, device, plan)
 
     @property
     def num_profiles(self) -> int:

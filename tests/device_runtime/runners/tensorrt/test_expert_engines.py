@@ -20,13 +20,13 @@ from lowered_engines import LoweredModel, open_with
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import hash_file
 from edgellm.core.errors import BrokenArtifactError, LimitError
-from edgellm.core.graph_io import EXPERT_TABLE
+from edgellm.core.graph_io import WEIGHT_TABLE
 from edgellm.core.manifest import FileRecord
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners import tensorrt
-from edgellm.device_runtime.runners.tensorrt.cuda import expert_weights
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda import weight_table
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN
 from edgellm.export import models
 
@@ -139,10 +139,10 @@ def test_outputs_equal_the_cpu_engine(either, monkeypatch):
 
 def test_experts_are_in_their_file_only(mixture):
     graph = ir.load(mixture.graph).graph
-    assert EXPERT_TABLE in {value.name for value in graph.inputs}
+    assert WEIGHT_TABLE in {value.name for value in graph.inputs}
     gates = [node for node in graph if node.op_type == "expert_gates"]
     given = [json.loads(node.attributes[GIVEN].as_string()) for node in gates]
-    stored = mixture.graph.with_suffix(EXPERTS_SUFFIX).stat().st_size
+    stored = mixture.graph.with_suffix(ADDRESSED_SUFFIX).stat().st_size
     count = sum(each["experts"] * each["hidden"] * each["inner"] for each in given)
     largest = max(value.const_value.nbytes for value in graph.initializers.values())
     assert largest < stored
@@ -153,7 +153,7 @@ def test_experts_are_in_their_file_only(mixture):
 
 
 def test_a_damaged_file_is_rejected(mixture, monkeypatch):
-    path = mixture.graph.with_suffix(EXPERTS_SUFFIX)
+    path = mixture.graph.with_suffix(ADDRESSED_SUFFIX)
     whole = path.read_bytes()
     try:
         for damaged in (whole[:40], whole[: len(whole) // 3], b"\1" + whole[1:]):
@@ -166,7 +166,7 @@ def test_a_damaged_file_is_rejected(mixture, monkeypatch):
             mixture.open(FakeDevice())
     finally:
         path.write_bytes(whole)
-    monkeypatch.setattr(expert_weights, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(weight_table, "_PIECE_BYTES", 4096)
     mixture.open(FakeDevice())  # in several pieces
     files = {path.name: FileRecord(*dataclasses.astuple(hash_file(path)))}
     engine = dataclasses.replace(mixture.manifest, files=files)

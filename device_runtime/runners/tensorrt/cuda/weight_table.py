@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgellm.core import graph_io
 from edgellm.core.errors import BrokenArtifactError
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
-    EXPERTS_SUFFIX,
+    ADDRESSED_SUFFIX,
     Device,
     TensorInfo,
 )
@@ -32,7 +32,7 @@ def table_entries(num_layers: int) -> int:
     return HEADER + _PROJECTIONS * ADDRESSES * num_layers
 
 
-class ExpertWeights:
+class DeviceWeights:
     """A file of experts on the device."""
 
     def __init__(self, *, device: Device, entries: int, path: Path) -> None:
@@ -59,7 +59,7 @@ class ExpertWeights:
                     piece[: table.nbytes] = _addresses(table, self._buffer.address).view(np.uint8)
                 device.upload(self._buffer.address + first, piece)
                 device.synchronize()  # the next piece takes the host's memory
-        self.addresses = {graph_io.EXPERT_TABLE: self._buffer.address}
+        self.addresses = {graph_io.WEIGHT_TABLE: self._buffer.address}
 
 
 def _read_table(path: Path, entries: int) -> NDArray[np.int64]:
@@ -87,15 +87,15 @@ def _addresses(table: NDArray[np.int64], first: int) -> NDArray[np.int64]:
     return np.concatenate([table[:HEADER], np.where(offsets > 0, offsets + first, 0)])
 
 
-def open_experts(
+def open_weights(
     tensors: Mapping[str, TensorInfo], device: Device, plan: Path
-) -> ExpertWeights | None:
-    """Experts of the engine with these tensors, if it has any; see `ExpertWeights`, which raises.
+) -> DeviceWeights | None:
+    """Experts of the engine with these tensors, if it has any; see `DeviceWeights`, which raises.
 
     `plan` is the engine's own file.
     """
-    table = tensors.get(graph_io.EXPERT_TABLE)
+    table = tensors.get(graph_io.WEIGHT_TABLE)
     if table is None:
         return None
-    path = plan.with_suffix(EXPERTS_SUFFIX)
-    return ExpertWeights(device=device, entries=table.shape[0], path=path)
+    path = plan.with_suffix(ADDRESSED_SUFFIX)
+    return DeviceWeights(device=device, entries=table.shape[0], path=path)

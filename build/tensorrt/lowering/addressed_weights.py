@@ -19,7 +19,7 @@ from edgellm.build.lowering.linears.block_factors import Joined
 from edgellm.build.lowering.linears.weights import WeightPart
 from edgellm.core.onnx_functions import SHIFTED_LINEAR
 from edgellm.device_runtime.kernels.triton.catalog import EXPERT_STEP, FIRST_FP8
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import (
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import (
     ADDRESSES,
     HEADER,
     MAGIC,
@@ -34,7 +34,7 @@ _FACTOR_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertForm:
+class StoredForm:
     """Stored form of a projection."""
 
     codes: str  # as kernels name them
@@ -42,7 +42,7 @@ class ExpertForm:
     is_shifted: bool  # whether blocks have shifts besides scales
 
     @classmethod
-    def of(cls, stack: Stack) -> ExpertForm:
+    def of(cls, stack: Stack) -> StoredForm:
         """The form that keeps a projection's values."""
         part, width = stack.expert(0), stack.shape[1]
         is_integer = stack.kind in _MIDDLES
@@ -70,7 +70,7 @@ class ExpertForm:
 
 def expert_bytes(layer: ExpertLayer) -> int:
     """Bytes of all experts of a layer in an engine, without biases."""
-    return sum(ExpertForm.of(stack).num_bytes(stack.shape) for stack in stored_stacks(layer))
+    return sum(StoredForm.of(stack).num_bytes(stack.shape) for stack in stored_stacks(layer))
 
 
 def stored_stacks(layer: ExpertLayer) -> tuple[Stack, ...]:
@@ -114,7 +114,7 @@ def _biases(bias: np.ndarray | None) -> Iterator[np.ndarray] | None:
 
 def _tensors(stack: Stack) -> Iterator[Iterator[np.ndarray] | None]:
     """Weights, scales and shifts of all experts; None: there are none."""
-    form, width = ExpertForm.of(stack), stack.shape[1]
+    form, width = StoredForm.of(stack), stack.shape[1]
 
     def of_each(make: Callable[[WeightPart], np.ndarray]) -> Iterator[np.ndarray]:
         return (make(stack.expert(index)) for index in range(stack.shape[0]))
@@ -139,7 +139,7 @@ def middle_of(part: WeightPart) -> int:
     return _MIDDLES[part.kind]
 
 
-def _stored(part: WeightPart, form: ExpertForm) -> np.ndarray:
+def _stored(part: WeightPart, form: StoredForm) -> np.ndarray:
     """Weights or codes of an expert, as kernels read them."""
     if form.codes == "fp16":
         return part.dense().T.astype(np.float16)
