@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,6 +17,12 @@ from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.lowering.cache_plan import CachePlan, plan_cache
 from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
 from edgellm.build.tensorrt.lowering.int4_blocks import notes_of_blocks
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.kernel_vocabulary import (
+    by_address,
+    constant_linears,
+    why_not,
+)
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.lowering.precision_fallback import (
     check_types,
@@ -27,7 +33,7 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
 from edgellm.build.tensorrt.memory_estimate import FullCompiler, Sizes, estimate_graphs
 from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
-from edgellm.build.tensorrt.profiles import Pass, in_chunks, passes_of
+from edgellm.build.tensorrt.profiles import Pass, head_rows, in_chunks, passes_of
 from edgellm.build.tensorrt.target import find_target
 from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
@@ -126,6 +132,9 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
             require_attributes(target.library.trt)
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
+    kernels = cached.kernels if cached is not None else None
+    if kernels is not None:
+        kernels = dataclasses.replace(kernels, head_rows=head_rows(passes))
     answers = plan.max_batch_size
     kv_bytes = cache_bytes(cache, plan.kv_capacity, answers) if cache is not None else 0
     if isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None:
@@ -139,7 +148,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
         full=FullCompiler.of(target.library, options),
-        has_experts=cached is not None and cached.kernels is None,
+        kernels=kernels,
         is_stripped=options.strip_weights,
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
@@ -231,7 +240,10 @@ class _Compiler:
         model = ir.load(portable)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
-            self.notes = tuple(notes_of_blocks(model))
+            kernels = self._kernels
+            if kernels is not None:
+                kernels = dataclasses.replace(kernels, head_rows=head_rows(passes))
+            self.notes = tuple(_notes(model, kernels))
             kinds = {weight.kind for _, weight in all_weights(model.graph)} - {"dense"}
             self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
             lower(
@@ -240,11 +252,11 @@ class _Compiler:
                 self._dtype,
                 self._capacity,
                 self._candidates,
-                self._kernels,
+                kernels,
                 self._places,
                 engine.with_suffix(ADDRESSED_SUFFIX),
             )
-            library, has_kernels = self.target.library, self._kernels is not None
+            library, has_kernels = self.target.library, kernels is not None
             ahead_of_time = library.is_ahead_of_time and not has_kernels
             adapt(model, library.version, ahead_of_time=ahead_of_time)
         weights.close()
@@ -266,6 +278,15 @@ class _Compiler:
         if precision:
             kinds = fall_back(model, rounded, lacking_kinds(self.target), precision)
             self.fallen |= kinds
+
+
+def _notes(model: ir.Model, kernels: Kernels | None) -> Iterator[str]:
+    """Notes on weights that cost more than they could, with the reason."""
+    own = by_address(model.graph, kernels)
+    yield from notes_of_blocks(weight for _, weight in constant_linears(model.graph, own))
+    faults = why_not(model.graph, kernels) if kernels is not None else {}
+    for name, fault in faults.items():
+        yield f"{name} is a constant of the plan: {fault}"
 
 
 def _require_caches_in_place(built: Built, cache: KVCacheSpec) -> None:

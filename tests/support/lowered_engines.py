@@ -238,8 +238,8 @@ def lower_for_gpu(
 ) -> None:
     """A portable graph as TensorRT gets it."""
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    experts = target.with_suffix(ADDRESSED_SUFFIX)
-    lower(model, weights, dtype, capacity, candidates, kernels, places, experts)
+    addressed = target.with_suffix(ADDRESSED_SUFFIX)
+    lower(model, weights, dtype, capacity, candidates, kernels, places, addressed)
     weights.close()
     adapt(model, version, ahead_of_time=kernels is None and version == RTX_TAKES)
     ir.save(model, target)

@@ -54,6 +54,7 @@ class Kernels:
     sm: int  # compute capability of the GPU, 110 for 11.0
     codes: str  # of the cache: fp16, int8 or fp8
     sequences: int = 1  # maximum batch size
+    head_rows: int = 1  # maximum tokens of a pass that get logits
 
     @property
     def many(self) -> bool:

@@ -32,6 +32,8 @@ PLUGINS = {
     "expert_gates": ["HALF"],
     "expert_downs": ["HALF"],
     "sum_experts": ["HALF"],
+    "look_up_rows": ["HALF"],
+    "head_rows": ["FLOAT"],
 }
 NETWORKS = "qwen3_next", "granitemoehybrid"  # hybrids with experts: the delta rule, Mamba 2
 RTX_ONLY = "ComputeCapability", "num_compute_capabilities", "set_compute_capability"

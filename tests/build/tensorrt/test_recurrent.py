@@ -11,7 +11,12 @@ from types import SimpleNamespace
 import onnx_ir as ir
 import pytest
 from lowered_engines import lower_for_gpu
-from node_stand_ins import expert_stand_ins, recurrent_stand_ins, stand_ins
+from node_stand_ins import (
+    expert_stand_ins,
+    recurrent_stand_ins,
+    stand_ins,
+    vocabulary_stand_ins,
+)
 from plugin_stub import Node, bindings, plugin_package, sizes
 from tensorrt_bundles import two_layer_bundle
 
@@ -174,6 +179,7 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, mo
         bundle = two_layer_bundle(tmp_path, model_type)
     functions = stand_ins(config["num_attention_heads"], config.get("head_dim", 16))
     functions += recurrent_stand_ins()
+    functions += vocabulary_stand_ins(config["hidden_size"], config["vocab_size"])
     if "num_experts" in config:
         names = "hidden_size", "moe_intermediate_size", "num_experts_per_tok", "num_experts"
         functions += expert_stand_ins(*(config[name] for name in names))
