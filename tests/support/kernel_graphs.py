@@ -142,12 +142,20 @@ def _apart(graph: ir.Graph, node: ir.Node) -> None:
         graph.outputs[graph.outputs.index(old)] = new
 
 
+def _has_rows(value: ir.Value | None) -> bool:
+    """Whether a value is by row of the pass; weights are not."""
+    if value is None or (node := value.producer()) is None:
+        return value is not None and any(str(dim) == ROWS for dim in value.shape or ())
+    return any(map(_has_rows, node.inputs))
+
+
 def _double_rows(graph: ir.Graph) -> None:
     """Make the product of a row batch-invariant.
 
     ONNX Runtime has another kernel for one row, and last bits decide the nearest code.
     """
-    for product in [node for node in graph if node.op_type == "MatMul"]:
+    products = [node for node in graph if node.op_type == "MatMul"]
+    for product in [node for node in products if not _has_rows(node.inputs[1])]:
         x, y = product.inputs[0], product.outputs[0]
         users = tuple(y.uses())
         twice = ir.node("Concat", [x, x], {"axis": 1}, name=f"{product.name}.twice")
