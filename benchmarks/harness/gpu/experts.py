@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -139,8 +138,3 @@ class _Layer(LayerCheck):
     def _memory(self, arrays: dict[str, np.ndarray]) -> Callable[..., np.ndarray]:
         del arrays  # weights are never written
         return self._read
-
-    def _read(self, address: int, count: int, dtype: Any) -> np.ndarray:
-        """Weights and scales at an address, on the host."""
-        first = int(address) - self._packed.address
-        return self._packed.host[first : first + int(count) * np.dtype(dtype).itemsize].view(dtype)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 
 ALIGNMENT = 256  # bytes; of tensors on the device
-ADDRESSED_SUFFIX = ".weights"  # of the file with an engine's experts, next to its plan
+ADDRESSED_SUFFIX = ".weights"  # of the file with weights by address, next to a plan
 
 
 class Buffer(Protocol):
@@ -220,7 +220,7 @@ class Context(Protocol):
 
 
 class Weights(Protocol):
-    """Weights of experts on the device."""
+    """Weights on the device that kernels know by address."""
 
     @property
     def addresses(self) -> Mapping[str, int]:
@@ -233,7 +233,7 @@ class CompiledEngine(Protocol):
 
     @property
     def weights(self) -> Weights | None:
-        """Weights that it knows by address; None: it has no mixtures of experts."""
+        """Weights that its kernels know by address; None: there are none."""
         ...
 
     @property

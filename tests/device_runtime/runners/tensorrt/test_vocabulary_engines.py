@@ -111,7 +111,7 @@ def ask(model: LLM, prompt: str) -> list[int]:
     return answer.token_ids
 
 
-def test_outputs_of_batches_and_speculation_equal_plain_ones(model, name, monkeypatch):
+def test_outputs_of_batches_and_speculation_equal_plain_ones(model, monkeypatch):
     device = FakeDevice()
     open_with(monkeypatch, lambda *_: model.runners(device), PLAN.max_batch_size)
     prompts = ["w20 w21 w22 w20 w21 w22 w20", " ".join(f"w{at}" for at in range(30, 70)), "w40"]
