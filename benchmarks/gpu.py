@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py decode ENGINE [--json FILE]
     python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
-    python benchmarks/gpu.py kernels             # against numpy; attention, recurrent, experts, vocabulary
+    python benchmarks/gpu.py kernels             # against numpy; or recurrent, experts, vocabulary
     python benchmarks/gpu.py attention --contexts 1024 32768 --torch    # times by context
     python benchmarks/gpu.py clock               # bandwidth of the memory
     python benchmarks/gpu.py shape 1b            # random weights: speed, energy, clocks, heat

@@ -86,7 +86,11 @@ class Lowered:
         for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
             for role, graph in compiled(bundle).items():
                 candidates = 0 if role == DECODER else CANDIDATES
-                kernels = Kernels(110, codes, answers) if codes and role != FUSE else None
+                kernels = (
+                    Kernels(sm=110, codes=codes, sequences=answers)
+                    if codes and role != FUSE
+                    else None
+                )
                 dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
                 lower_for_gpu(
                     source / graph.path,
@@ -193,7 +197,7 @@ class LoweredModel:
         lower_for_gpu(
             self.bundle / "model.onnx",
             self.graph,
-            kernels=Kernels(110, codes, plan.max_batch_size) if codes else None,
+            kernels=Kernels(sm=110, codes=codes, sequences=plan.max_batch_size) if codes else None,
             capacity=plan.kv_capacity,
         )
         self.passes = passes_of(DECODER, bundle, plan)

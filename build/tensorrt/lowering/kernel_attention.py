@@ -47,7 +47,7 @@ MASK_COLUMNS = "mask_columns"  # symbol of the widest mask of a pass
 _F16, _F32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Parameters that select the kernels' variants for a graph."""
 

@@ -56,8 +56,7 @@ def lower(
         capacity: tokens of the KV cache, a constant in TensorRT; 0 for graphs without one.
         candidates: of a draft, for each token. A K at run time would be a shape, and a pass with
             varying shapes cannot be captured as a CUDA graph.
-        kernels: edgellm's, for attention, recurrent layers, experts, embeddings and heads; None:
-            TensorRT's operators.
+        kernels: edgellm's, for all layers but dense products; None: TensorRT's operators.
         places: of LoRA adapters; None: linear layers take none.
         addressed: file that receives weights that kernels know by address; None: there are none.
     """

@@ -207,7 +207,7 @@ def test_every_version_with_plugins_takes_the_graph(tmp_path, model_type):
     """Also the operators of its router."""
     bundle, target = two_layer_bundle(tmp_path, model_type), tmp_path / "lowered.onnx"
     for version in CHECKED:  # which holds it against the table
-        kernels = Kernels(110, "fp16")
+        kernels = Kernels(sm=110, codes="fp16")
         lower_for_gpu(bundle / "model.onnx", target, version=version, kernels=kernels)
     faults = check_graph(ir.load(target), (10, 14))
     assert any("edgellm::expert_gates" in fault for fault in faults)

@@ -73,7 +73,10 @@ def bundle(tmp_path_factory) -> Path:
 
 def lowered(bundle: Path, folder: Path, codes: str = "fp16", answers: int = 1) -> ir.Model:
     model, weights = ir.load(bundle / "model.onnx"), WeightFile(folder / "lowered.data")
-    kernels, addressed = Kernels(110, codes, answers), folder / f"lowered{ADDRESSED_SUFFIX}"
+    kernels, addressed = (
+        Kernels(sm=110, codes=codes, sequences=answers),
+        folder / f"lowered{ADDRESSED_SUFFIX}",
+    )
     lower(model, weights, HALF, CAPACITY, kernels=kernels, addressed=addressed)
     weights.close()
     return model
@@ -283,7 +286,9 @@ def test_networks_and_gpus_without_kernels_use_tensorrts_attention(bundle, tmp_p
 
 def test_batches_need_edgellms_kernels(bundle):
     for version in ("10.3.0", "11.4.1"):
-        assert planned(bundle, version, answers=4).kernels == Kernels(110, "fp16", 4)
+        assert planned(bundle, version, answers=4).kernels == Kernels(
+            sm=110, codes="fp16", sequences=4
+        )
     said = "--maxBatchSize 4 needs edgellm's kernels: "
     for kernels in ("auto", "edgellm"):
         with pytest.raises(EdgeLLMError, match=f"{said}plugins do not work in Ten") as caught:

@@ -219,7 +219,7 @@ def test_estimates_count_states(bundle, monkeypatch, tmp_path):
 def test_every_version_with_plugins_takes_the_graph(bundle, tmp_path):
     target = tmp_path / "lowered.onnx"
     for version in CHECKED:  # which holds it against the table
-        kernels = Kernels(110, "fp16")
+        kernels = Kernels(sm=110, codes="fp16")
         lower_for_gpu(bundle / "model.onnx", target, version=version, kernels=kernels)
     faults = check_graph(ir.load(target), (10, 14))
     assert any("edgellm::delta_rows" in fault for fault in faults)

@@ -153,9 +153,9 @@ class Lowered:
     def __init__(self, folder: Path, case: str) -> None:
         model, path = model_of(case), folder / "llm.weights"
         editor = GraphEditor(model.graph)
-        self.found = by_address(model.graph, Kernels(110, "fp16", head_rows=64))
+        self.found = by_address(model.graph, Kernels(sm=110, codes="fp16", head_rows=64))
         weights = AddressedWeights(editor)
-        lower_vocabulary(editor, Kernels(110, "fp16", head_rows=64), weights)
+        lower_vocabulary(editor, Kernels(sm=110, codes="fp16", head_rows=64), weights)
         weights.write(path)
         self.num_matrices, self._nodes = len(weights), [*model.graph]
         stored = np.fromfile(path, np.uint8)

@@ -159,11 +159,14 @@ def test_forms_without_kernels_stay_constants(tmp_path):
     sizes = {**models.find("llama").TINY, "tie_word_embeddings": True}
     model = LoweredModel(make_checkpoint(tmp_path / "checkpoint", **sizes), tmp_path, PLAN)
     portable, target = model.bundle / "model.onnx", tmp_path / "lowered.onnx"
-    many = Kernels(110, "fp16", head_rows=MAX_HEAD_ROWS + 1)
+    many = Kernels(sm=110, codes="fp16", head_rows=MAX_HEAD_ROWS + 1)
     (found,) = why_not(ir.load(portable).graph, many).items()
     said = "a pass computes logits of 129 tokens, over 128"
     assert found == ("model.embed_tokens.weight", said)
-    assert why_not(ir.load(portable).graph, Kernels(110, "fp16", head_rows=MAX_HEAD_ROWS)) == {}
+    assert (
+        why_not(ir.load(portable).graph, Kernels(sm=110, codes="fp16", head_rows=MAX_HEAD_ROWS))
+        == {}
+    )
     lower_for_gpu(portable, target, kernels=many)
     graph = ir.load(target).graph
     assert {node.op_type for node in graph} & {"look_up_rows", "head_rows"} == set()
