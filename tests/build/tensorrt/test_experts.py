@@ -121,7 +121,10 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     said = rejection(bundle, "10.14.1")
     assert said.startswith(f"{only}plugins do not work in TensorRT 10.14.1")
     assert said.endswith("give --backend onnxruntime --device cpu")
-    assert "no kernels were compiled for compute capability 7.5" in rejection(bundle, "11.4", 75)
+    assert rejection(bundle, "11.4", 75) == (
+        f"{only}no kernels were compiled for compute capability 7.5 (there are some for 8.7, 8.9, "
+        "9.0, 11.0, 12.0); give --backend onnxruntime --device cpu"
+    )
     native = TensorRtOptions(target_sm="110", kernels="tensorrt")
     assert f"{only}--kernels tensorrt" in rejection(bundle, "11.4", options=native)
     odd = two_layer_bundle(tmp_path / "odd", "qwen3_moe", moe_intermediate_size=40)
