@@ -180,7 +180,8 @@ class Device(Protocol):
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Record what `enqueue` asks for, as a CUDA graph; the result asks for all of it again.
 
-        What cannot be recorded is asked for piece by piece; the first time a warning is logged.
+        What cannot be recorded is asked for piece by piece, and its reason is logged once. Other
+        work is still recorded.
         """
         ...
 
