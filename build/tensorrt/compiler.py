@@ -132,9 +132,6 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
             require_attributes(target.library.trt)
     if isinstance(bundle.spec, VisionSpec):  # rows are patches, or tiles of tokens
         rows *= max(1, bundle.vision.tokens_per_tile)
-    kernels = cached.kernels if cached is not None else None
-    if kernels is not None:
-        kernels = dataclasses.replace(kernels, head_rows=head_rows(passes))
     answers = plan.max_batch_size
     kv_bytes = cache_bytes(cache, plan.kv_capacity, answers) if cache is not None else 0
     if isinstance(bundle.spec, DecoderSpec) and bundle.spec.recurrent is not None:
@@ -148,7 +145,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
         full=FullCompiler.of(target.library, options),
-        kernels=kernels,
+        kernels=_kernels_of(cached, passes),
         is_stripped=options.strip_weights,
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
@@ -156,6 +153,13 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         return found
     adapters = places.num_bytes(by_role[DECODER].graph, _dtype(bundle.dtype))
     return dataclasses.replace(found, adapter_bytes=adapters)
+
+
+def _kernels_of(cached: CachePlan | None, passes: Sequence[Pass]) -> Kernels | None:
+    """Edgellm's kernels for these passes; None: TensorRT's operators."""
+    if cached is None or cached.kernels is None:
+        return None
+    return dataclasses.replace(cached.kernels, head_rows=head_rows(passes))
 
 
 def _plan_cache(models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan) -> CachePlan | None:
@@ -216,11 +220,11 @@ class _Compiler:
         self._plan, self._folder, self._report = plan, folder, report
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self.target = find_target(self._options.target_sm)
-        self._capacity, self._kernels = 0, None
+        self._capacity, self._cached = 0, None
         if (cache := bundle.cache_of(role)) is not None and cached is not None:
-            self._kernels = cached.kernels
+            self._cached = cached
             self._capacity = plan.kv_capacity
-            if self._kernels is None:
+            if cached.kernels is None:
                 self._capacity = aligned_capacity(cache, plan.kv_capacity)
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
@@ -240,9 +244,7 @@ class _Compiler:
         model = ir.load(portable)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
-            kernels = self._kernels
-            if kernels is not None:
-                kernels = dataclasses.replace(kernels, head_rows=head_rows(passes))
+            kernels = _kernels_of(self._cached, passes)
             self.notes = tuple(_notes(model, kernels))
             kinds = {weight.kind for _, weight in all_weights(model.graph)} - {"dense"}
             self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]

@@ -117,7 +117,7 @@ def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None
     """
     _bind_rope_tables(graph, capacity)
     layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
-    entries = table_entries(1 + max(layer.cache for layer in layers))
+    entries = table_entries(len({layer.cache for layer in layers}))
     table = ir.val(graph_io.CACHE_TABLE, ir.DataType.INT64, [entries])
     graph.graph.inputs.append(table)
     sequences = _take_sequences(graph.graph) if kernels.many else None

@@ -127,6 +127,8 @@ def _lookup(node: ir.Node) -> Vocabulary | None:
     stored = table.const_value if table is not None else None
     if table is None or ids is None or stored is None or len(stored.shape) != 2:
         return None
+    if not stored.dtype.is_floating_point():
+        return None
     part = WeightPart.of_outputs((stored,), parameter=parameter_name(table), operation=LINEAR)
     return Vocabulary(node=node, read=ids, part=part, is_head=False)
 
@@ -148,7 +150,8 @@ def lower_vocabulary(graph: GraphEditor, kernels: Kernels, weights: AddressedWei
         weights: receives their weights.
     """
     for each in by_address(graph.graph, kernels):
-        matrix = weights.add_once(each.part.parameter, Matrix(parts=each.part.slices))
+        key = each.part.parameter, each.form
+        matrix = weights.add_once(key, Matrix(parts=each.part.slices))
         hidden, vocab = each.part.shape
         given = {"matrix": matrix, "vocab": vocab, "hidden": hidden, "codes": each.form.codes}
         given |= {"block": each.form.block, "capability": kernels.sm}
