@@ -20,6 +20,7 @@ from lowered_engines import Lowered, LoweredModel, lower_for_gpu, open_with
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
 from edgellm.build.tensorrt.lowering.kernel_vocabulary import MAX_HEAD_ROWS, why_not
+from edgellm.build.tensorrt.memory_estimate import FullCompiler, Sizes, estimate_graphs
 from edgellm.core.graph_io import WEIGHT_TABLE
 from edgellm.core.graph_roles import DECODER, DRAFT
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
@@ -86,6 +87,24 @@ def test_they_are_no_constants_of_the_plan(model, name):
     assert stored == pytest.approx(sum(sizes.values()) * bytes_each, rel=0.05, abs=1200)
     names = "embed_tokens.weight", "embed_tokens_per_layer.weight", "lm_head.weight"
     assert not [each for each in graph.initializers if any(name in str(each) for name in names)]
+
+
+def test_estimates_of_a_build_leave_them_out(model, name):
+    """Full TensorRT holds three copies of constants; of Q4_0 the table as floats, and a head."""
+    graph, kernels = ir.load(model.bundle / "model.onnx"), Kernels(sm=110, codes="fp16")
+    before, after = (
+        estimate_graphs(
+            [graph],
+            ir.DataType.FLOAT16,
+            Sizes(passes=3, rows=48, full=FullCompiler(maps_weights=True), kernels=each),
+        )
+        for each in (None, kernels)
+    )
+    given = (*nodes(model, "look_up_rows"), *nodes(model, "head_rows"))
+    sizes = {each["matrix"]: each["vocab"] * each["hidden"] for each in given}
+    saved, floats = before.peak_build_bytes - after.peak_build_bytes, 2 * sum(sizes.values())
+    assert (saved > 3 * floats) if name == "Q4_0" else (saved == 3 * floats)
+    assert (before.engine_bytes > after.engine_bytes) == (name == "Q4_0")
 
 
 def test_passes_equal_the_cpu_engine(model, name):
