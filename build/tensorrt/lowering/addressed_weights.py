@@ -1,4 +1,4 @@
-"""Weights by address: matrices in a file of their own, which the runtime loads beside the plan.
+"""Weights by address: matrices in a file of their own, which the runtime loads with the plan.
 
 The file begins with the table of `kernels/triton/weights.py`, whose addresses are offsets in the
 file, and the places of its matrices (`cuda/weight_table.py`); each tensor follows at a multiple of

@@ -116,9 +116,9 @@ def _read_table(path: Path) -> tuple[NDArray[np.int64], NDArray[np.void]]:
         places = np.fromfile(path, PLACE, int(count), offset=table.nbytes)
     except OSError as error:
         raise BrokenArtifactError(f"weights cannot be read: {error}", hint=_AGAIN) from None
-    offsets, ends = table[HEADER:], places["end"]
-    is_whole = len(table) == entries and len(places) == count and ends.max() <= num_bytes
-    if not is_whole or offsets.min() < 0 or offsets.max() >= num_bytes:
+    offsets, is_whole = table[HEADER:], len(table) == entries and len(places) == count
+    is_inside = is_whole and places["first"].min() > 0 and places["end"].max() <= num_bytes
+    if not is_inside or offsets.min() < 0 or offsets.max() >= num_bytes:
         raise _of_another(path)
     return table, places
 
