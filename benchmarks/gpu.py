@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py decode ENGINE [--json FILE]
     python benchmarks/gpu.py rounds ENGINE       # calls, bytes and time of a step in normal use
-    python benchmarks/gpu.py kernels             # attention, recurrent, experts: against numpy
+    python benchmarks/gpu.py kernels             # against numpy; or recurrent, experts, vocabulary
     python benchmarks/gpu.py attention --contexts 1024 32768 --torch    # times by context
     python benchmarks/gpu.py clock               # bandwidth of the memory
     python benchmarks/gpu.py shape 1b            # random weights: speed, energy, clocks, heat
@@ -260,6 +260,14 @@ def show_experts(options: argparse.Namespace) -> None:
     _show_figures(check_experts(device, Sizes.small() if options.quick else Sizes()))
 
 
+def show_vocabulary(options: argparse.Namespace) -> None:
+    """Check the kernels of embeddings and heads against numpy; print their times."""
+    from harness.gpu.vocabulary import Sizes, check_vocabulary
+
+    device, _ = open_gpu(fake=options.quick)
+    _show_figures(check_vocabulary(device, Sizes.small() if options.quick else Sizes()))
+
+
 def _show_figures(found: dict[str, float]) -> None:
     for name, value in found.items():
         print(f"{name:32} {value:12.1f}")
@@ -316,12 +324,13 @@ MODES = {
     "attention": show_attention,
     "recurrent": show_recurrent,
     "experts": show_experts,
+    "vocabulary": show_vocabulary,
     "rounds": show_rounds,
     "shape": show_shape,
     "model": show_model,
     "provider": show_provider,
 }
-QUICK = ("kernels", "attention", "recurrent", "experts", "model")
+QUICK = ("kernels", "attention", "recurrent", "experts", "vocabulary", "model")
 
 
 def _parser() -> argparse.ArgumentParser:

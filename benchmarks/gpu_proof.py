@@ -141,6 +141,8 @@ def _runtime(*, dry: bool) -> None:
     from harness.gpu.kernels import check_kernels
     from harness.gpu.recurrent import Sizes as RecurrentSizes
     from harness.gpu.recurrent import check_recurrent
+    from harness.gpu.vocabulary import Sizes as VocabularySizes
+    from harness.gpu.vocabulary import check_vocabulary
 
     device, sm = open_gpu(fake=dry)
     found = check_runtime(device, (256, 64) if dry else _MATRIX)
@@ -148,6 +150,7 @@ def _runtime(*, dry: bool) -> None:
     found |= check_attention(device, sm, Sizes.small() if dry else Sizes())
     found |= check_recurrent(device, RecurrentSizes.small() if dry else RecurrentSizes())
     found |= check_experts(device, ExpertSizes.small() if dry else ExpertSizes())
+    found |= check_vocabulary(device, VocabularySizes.small() if dry else VocabularySizes())
     print(json.dumps(found))
 
 

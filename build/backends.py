@@ -76,6 +76,11 @@ def choose(library: str, device: str) -> str:
     return name
 
 
+def implied_library(library: str, device: str, target_sm: str) -> str:
+    """The library; TensorRT in place of "auto" with `--gpu`, as only its RTX compiles ahead."""
+    return "tensorrt" if target_sm and library == "auto" and device != "cpu" else library
+
+
 def options_of(name: str, flags: Mapping[str, Any]) -> Options:
     """A backend's options from the flags of all backends; None: not given.
 

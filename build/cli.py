@@ -104,7 +104,7 @@ def llm_build(
 
     _check_words(prefill, kernels, quantize, kv_cache)
     product = _product(eagle_base=eagle_base, eagle_draft=eagle_draft)
-    name = choose_backend(backend, device, kernels)
+    name = choose_backend(backend, device, kernels, target_sm)
     flags = own_flags(target_sm, workspace, opt_level, timing_cache, layer_report, strip_weights)
     flags |= _chosen({"--kernels": kernels, "--attention": attention, "--intGemm": int_gemm})
     flags |= {"--fallbackPrecision": fallback_precision or None, "--maxLoras": max_loras}
@@ -141,16 +141,21 @@ def _tree_size(source: Path, options: Options) -> int:
     return size
 
 
-def choose_backend(backend: str, device: str, kernels: str = "auto") -> str:
+def choose_backend(backend: str, device: str, kernels: str = "auto", target_sm: str = "") -> str:
     """The name of the backend of these flags, announced if "auto" chose it.
+
+    `target_sm` is that of `--gpu`, for which TensorRT-RTX compiles ahead of time.
 
     Raises:
         EdgeLLMError: unknown, unavailable here, or not for the device or the kernels.
     """
-    from edgellm.build.backends import choose
+    from edgellm.build.backends import choose, find, implied_library
 
     if device:
         _check_choice("--device", device, "cpu", "cuda")
+    if (implied := implied_library(backend, device, target_sm)) != backend:
+        typer.echo(f"backend: {find(implied).LABEL} (--gpu {target_sm} compiles ahead of time)")
+        backend, device = implied, ""
     _require_cuda(backend, device)
     name = choose(backend, device)
     _check_kernels(kernels, library_of(name))

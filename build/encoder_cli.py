@@ -94,7 +94,7 @@ def build_encoder(
     from edgellm.build.engine import build_engine, engine_key
     from edgellm.build.resource_estimate import predict
 
-    backend = choose_backend(flags.backend, flags.device)
+    backend = choose_backend(flags.backend, flags.device, target_sm=flags.target_sm)
     own: dict[str, Any] = own_flags(
         flags.target_sm,
         flags.workspace,

@@ -183,7 +183,7 @@ TargetSm = Annotated[
     typer.Option(
         "--gpu",
         help="Compile for the GPU of this compute capability, such as 8.9, ahead of time "
-        "with TensorRT-RTX. Default: this machine's GPU.",
+        "with TensorRT-RTX; implies --backend tensorrt. Default: this machine's GPU.",
         rich_help_panel="Model",
     ),
 ]

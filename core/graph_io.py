@@ -74,8 +74,9 @@ def adapter_matrix(part: str, layers: Sequence[tuple[int, int]]) -> str:
 # TensorRT engines with edgellm's kernels have no caches among their inputs, but their addresses:
 # int64 [2 + 4 * layers], see `device_runtime/kernels/triton/cache.py`.
 CACHE_TABLE = "cache_table"
-# Nor weights of experts: int64 [2 + 12 * layers], see `device_runtime/kernels/triton/experts.py`.
-EXPERT_TABLE = "expert_table"
+# Nor weights of experts, embeddings and heads: int64 [2 + 4 * matrices], see
+# `device_runtime/kernels/triton/weights.py`.
+WEIGHT_TABLE = "weight_table"
 
 
 def page_table_name(window: int) -> str:

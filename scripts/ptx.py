@@ -39,7 +39,7 @@ _POINTER_BYTES = 16  # alignment
 _WIDE_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x10,")
 _WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32")
 _PAIR_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x8,")
-_CODE_BITS = {"fp16": 16, "int4": 4, "fp4": 4}  # of weights of experts, else 8
+_CODE_BITS = {"fp16": 16, "int4": 4, "fp4": 4}  # of weights by address, else 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +172,9 @@ def faults(variant: Variant, ptx: Ptx, assembled: Assembled) -> list[str]:
         wide, wanted = 16 * len(_wide_reads(variant).findall(ptx.text)), _state_bytes(variant)
         if wide < wanted:
             found.append(f"a thread reads {wide} bytes 16 at a time, not {wanted}")
-    if variant.kernel.name in ("expert_gates", "expert_downs"):
+    if variant.kernel.name in ("expert_gates", "expert_downs", "head_rows"):
         counts = len(_WIDE_COPY.findall(ptx.text)), len(_PAIR_COPY.findall(ptx.text))
-        if counts != (wanted := _expert_copies(variant)):
+        if counts != (wanted := _weight_copies(variant)):
             found.append(f"a thread copies {counts} times 16 and 8 bytes, not {wanted} times")
     if variant.kernel.name in ("attend", "finish"):
         wide, wanted = 16 * len(_WIDE_COPY.findall(ptx.text)), _wide_bytes(variant)
@@ -201,19 +201,24 @@ def _state_bytes(variant: Variant) -> int:
     return 2 * 4 * keys * (values + rows * (1 + bool(constants["TAKES"]))) // threads
 
 
-def _expert_copies(variant: Variant) -> tuple[int, int]:
-    """Return how often a thread of an expert copies 16 bytes, and 8: of pairs of codes.
+def _weight_copies(variant: Variant) -> tuple[int, int]:
+    """Return how often a thread of a product copies 16 bytes, and 8: of pairs of codes.
 
-    The code has a step twice, before the loop and in it; gates have two products.
+    The code has a step for each stage, before the loop and in it; gates have two products, and
+    heads one for few tokens, whose tokens a thread may copy 8 bytes of, and one for more.
     """
     constants = variant.constants
     bits = _CODE_BITS.get(str(constants["CODES"]), 8)
     threads, step = 32 * variant.warps, int(constants["STEP"])
-    given = 2 * int(constants["ROWS"]) * step // threads // 16
     weights = int(constants["OUT"]) * step * bits // 8 // threads
-    times = 4 if variant.kernel.name == "expert_gates" else 2
-    wide, pairs = (0, weights // 8) if bits == 4 else (weights // 16, 0)
-    return times * (given + wide), times * pairs
+    tiles = [int(constants[name]) for name in ("FEW", "ROWS") if name in constants]
+    tiles *= 2 if variant.kernel.name == "expert_gates" else 1
+    wide = pairs = 0
+    for rows in tiles:
+        given = 2 * rows * step // threads
+        wide, pairs = wide + given // 16, pairs + given % 16 // 8
+        wide, pairs = (wide, pairs + weights // 8) if bits == 4 else (wide + weights // 16, pairs)
+    return variant.stages * wide, variant.stages * pairs
 
 
 def _wide_bytes(variant: Variant) -> int:

@@ -13,7 +13,7 @@ import gpu_proof
 import kernel_references
 import pytest
 from fake_gpu import FakeDevice
-from harness.gpu import attention, experts, kernels, recurrent
+from harness.gpu import attention, experts, kernels, recurrent, vocabulary
 from harness.gpu.kernels import check_kernels
 
 from edgellm.core.errors import EdgeLLMError
@@ -120,6 +120,19 @@ def test_experts_are_checked_on_the_fake_gpu(monkeypatch):
             )
             with pytest.raises(AssertionError, match="rows: "):
                 experts.check_experts(FakeDevice(), sizes)
+
+
+def test_embeddings_and_heads_are_checked_on_the_fake_gpu(monkeypatch):
+    sizes = vocabulary.Sizes.small()
+    found = vocabulary.check_vocabulary(FakeDevice(), sizes)
+    assert found["head_rows_int4_20_gb_per_s"] > 0
+    for broken in ("look_up_rows", "head_rows"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                fake_gpu, "REFERENCES", {**fake_gpu.REFERENCES, broken: lambda *_, **__: None}
+            )
+            with pytest.raises(AssertionError, match="rows: "):
+                vocabulary.check_vocabulary(FakeDevice(), sizes)
 
 
 def test_the_runtime_is_checked_on_the_fake_gpu():

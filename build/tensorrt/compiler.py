@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,6 +17,12 @@ from edgellm.build.tensorrt.layer_report import notes_of, write_report
 from edgellm.build.tensorrt.lowering.cache_plan import CachePlan, plan_cache
 from edgellm.build.tensorrt.lowering.downgrade_ops import adapt
 from edgellm.build.tensorrt.lowering.int4_blocks import notes_of_blocks
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.kernel_vocabulary import (
+    by_address,
+    constant_linears,
+    why_not,
+)
 from edgellm.build.tensorrt.lowering.lower import lower
 from edgellm.build.tensorrt.lowering.precision_fallback import (
     check_types,
@@ -27,7 +33,7 @@ from edgellm.build.tensorrt.lowering.precision_fallback import (
 from edgellm.build.tensorrt.memory_estimate import FullCompiler, Sizes, estimate_graphs
 from edgellm.build.tensorrt.memory_trim import memory_returned
 from edgellm.build.tensorrt.options import TensorRtOptions, options_of
-from edgellm.build.tensorrt.profiles import Pass, in_chunks, passes_of
+from edgellm.build.tensorrt.profiles import Pass, head_rows, in_chunks, passes_of
 from edgellm.build.tensorrt.target import find_target
 from edgellm.core.commands.progress import Report
 from edgellm.core.errors import EdgeLLMError
@@ -40,7 +46,7 @@ from edgellm.core.manifest import Bundle, GraphSpec
 from edgellm.core.model_spec import DecoderSpec, DraftSpec, KVCacheSpec, VisionSpec, cache_bytes
 from edgellm.device_runtime.gpu import memory_bytes
 from edgellm.device_runtime.runners.tensorrt import KERNELS
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.device_kv_cache import aligned_capacity
 from edgellm.device_runtime.runners.tensorrt.library.refit import LOWERED_SUFFIX, WEIGHTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import require_attributes
@@ -139,7 +145,7 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         fallback=options.fallback_precision,
         lacking=frozenset(lacking_kinds(target)),
         full=FullCompiler.of(target.library, options),
-        has_experts=cached is not None and cached.kernels is None,
+        kernels=_kernels_of(cached, passes),
         is_stripped=options.strip_weights,
     )
     found, places = estimate_graphs(models, _dtype(bundle.dtype), sizes), Places.of(plan)
@@ -147,6 +153,13 @@ def estimate(source: Path, bundle: Bundle, plan: Plan) -> Estimate:
         return found
     adapters = places.num_bytes(by_role[DECODER].graph, _dtype(bundle.dtype))
     return dataclasses.replace(found, adapter_bytes=adapters)
+
+
+def _kernels_of(cached: CachePlan | None, passes: Sequence[Pass]) -> Kernels | None:
+    """Edgellm's kernels for these passes; None: TensorRT's operators."""
+    if cached is None or cached.kernels is None:
+        return None
+    return dataclasses.replace(cached.kernels, head_rows=head_rows(passes))
 
 
 def _plan_cache(models: Mapping[str, ir.Model], bundle: Bundle, plan: Plan) -> CachePlan | None:
@@ -207,11 +220,11 @@ class _Compiler:
         self._plan, self._folder, self._report = plan, folder, report
         self._options, self._dtype = options_of(plan), _dtype(bundle.dtype)
         self.target = find_target(self._options.target_sm)
-        self._capacity, self._kernels = 0, None
+        self._capacity, self._cached = 0, None
         if (cache := bundle.cache_of(role)) is not None and cached is not None:
-            self._kernels = cached.kernels
+            self._cached = cached
             self._capacity = plan.kv_capacity
-            if self._kernels is None:
+            if cached.kernels is None:
                 self._capacity = aligned_capacity(cache, plan.kv_capacity)
         self._candidates = 0
         if isinstance(bundle.spec, DraftSpec):
@@ -231,7 +244,8 @@ class _Compiler:
         model = ir.load(portable)
         with memory_returned(), temporary_weights(self._folder) as rounded:
             self._fall_back(model, rounded)
-            self.notes = tuple(notes_of_blocks(model))
+            kernels = _kernels_of(self._cached, passes)
+            self.notes = tuple(_notes(model, kernels))
             kinds = {weight.kind for _, weight in all_weights(model.graph)} - {"dense"}
             self.precision = "+".join(sorted(kinds)) or _PRECISIONS[self._dtype]
             lower(
@@ -240,11 +254,11 @@ class _Compiler:
                 self._dtype,
                 self._capacity,
                 self._candidates,
-                self._kernels,
+                kernels,
                 self._places,
-                engine.with_suffix(EXPERTS_SUFFIX),
+                engine.with_suffix(ADDRESSED_SUFFIX),
             )
-            library, has_kernels = self.target.library, self._kernels is not None
+            library, has_kernels = self.target.library, kernels is not None
             ahead_of_time = library.is_ahead_of_time and not has_kernels
             adapt(model, library.version, ahead_of_time=ahead_of_time)
         weights.close()
@@ -266,6 +280,15 @@ class _Compiler:
         if precision:
             kinds = fall_back(model, rounded, lacking_kinds(self.target), precision)
             self.fallen |= kinds
+
+
+def _notes(model: ir.Model, kernels: Kernels | None) -> Iterator[str]:
+    """Notes on weights that cost more than they could, with the reason."""
+    own = by_address(model.graph, kernels)
+    yield from notes_of_blocks(weight for _, weight in constant_linears(model.graph, own))
+    faults = why_not(model.graph, kernels) if kernels is not None else {}
+    for name, fault in faults.items():
+        yield f"{name} is a constant of the plan: {fault}"
 
 
 def _require_caches_in_place(built: Built, cache: KVCacheSpec) -> None:

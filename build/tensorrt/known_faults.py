@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from edgellm.build.tensorrt.lowering.op_table import Version
 from edgellm.build.tensorrt.target import Target
-from edgellm.core.graph_io import EXPERT_TABLE, STATE_TABLE
+from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import ONLY_KERNELS
 
 SWITCHES = "__LUNOWUD"
 _NEVER = (99, 0)
@@ -86,8 +86,8 @@ def known_refusal(target: Target, model: ir.Model, words: str, larger: str = "")
     if larger and _NO_MEMORY.search(words):
         return f"TensorRT had too little memory: {larger}"
     if "PLUGIN_V3" in words:
-        tables = {value.name for value in model.graph.inputs} & {STATE_TABLE, EXPERT_TABLE}
-        way = "--backend onnxruntime --device cpu" if tables else "--kernels tensorrt"
+        names = {node.op_type for node in model.graph}
+        way = "--backend onnxruntime --device cpu" if names & ONLY_KERNELS else "--kernels tensorrt"
         return f"NVIDIA/TensorRT-Edge-LLM#192 reports such plugins: {way} needs none"
     types = {node.inputs[0].dtype for node in model.graph if node.inputs and node.inputs[0]}
     is_new = target.library.version >= (10, 16)

@@ -8,6 +8,7 @@ the weights are from reports (TensorRT-Edge-LLM issues 30 and 105), not measured
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -16,12 +17,15 @@ from edgellm.build.lowering.embeddings import table_of
 from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.lowering.linears.weights import LinearWeight, linear_layers
 from edgellm.build.plan import Estimate
-from edgellm.build.tensorrt.lowering.expert_file import expert_bytes
 from edgellm.build.tensorrt.lowering.int4_blocks import layout_of, notes_of_blocks
+from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.kernel_experts import expert_bytes
+from edgellm.build.tensorrt.lowering.kernel_vocabulary import by_address, constant_linears
 from edgellm.build.tensorrt.lowering.linears import is_widened
 from edgellm.build.tensorrt.lowering.operators.expert_weights import plan_bytes
 from edgellm.build.tensorrt.lowering.precision_fallback import BLOCK_SIZE, INT4, is_lacking
 from edgellm.build.tensorrt.options import TensorRtOptions
+from edgellm.core import graph_io
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
@@ -50,7 +54,7 @@ class Sizes:
     fallback: str = ""  # precision of weights whose kind is `lacking`
     lacking: frozenset[str] = frozenset()
     full: FullCompiler | None = None  # None: TensorRT-RTX
-    has_experts: bool = False  # whether experts are constants of the plan
+    kernels: Kernels | None = None  # edgellm's; None: all weights are constants of the plan
     is_stripped: bool = False  # whether weights are in a file next to the plan
 
 
@@ -82,23 +86,28 @@ class FullCompiler:
 def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) -> Estimate:
     """Predict an engine of several portable graphs, each compiled for all passes."""
     engine = peak = decode = scratch = 0
+    notes: list[str] = []
     for model in models:
-        linears, tables = _linear_bytes(model, dtype, sizes), _table_bytes(model, dtype)
+        own = by_address(model.graph, sizes.kernels if _has_cache(model) else None)
+        linears = _linear_bytes(constant_linears(model.graph, own), dtype, sizes)
+        tables = _table_bytes(model, dtype, {each.node for each in own})
         weights = sum({**tables, **linears}.values())  # a tied head is in both
+        addressed = {each.part.parameter: each.num_bytes for each in own}
         attentions = sum(node.op_type == "Attention" for node in model.graph)
         layers = ExpertLayer.all_of(model.graph)
         experts = [
-            (layer, plan_bytes(layer, dtype) if sizes.has_experts else expert_bytes(layer))
+            (layer, expert_bytes(layer) if sizes.kernels else plan_bytes(layer, dtype))
             for layer in layers
         ]
         all_experts = sum(size for _, size in experts)
-        engine += weights + _KERNEL_BYTES * sizes.passes + all_experts
+        engine += weights + _KERNEL_BYTES * sizes.passes + all_experts + sum(addressed.values())
         working = _weight_copies(model, weights, sizes.full)
-        working += int(_COPIES_OF_EXPERTS * all_experts) if sizes.has_experts else 0
+        working += 0 if sizes.kernels else int(_COPIES_OF_EXPERTS * all_experts)
         peak = max(peak, working + _COMPILER_BYTES + _LAYER_BYTES * attentions)
-        decode += sum(linears.values())
+        decode += sum(linears.values()) + sum(each.num_bytes for each in own if each.is_head)
         decode += sum(size * layer.top_k // layer.count for layer, size in experts)
         scratch = max(scratch, _scratch_bytes(model, dtype, sizes))
+        notes += notes_of_blocks(weight for _, weight in constant_linears(model.graph, own))
     return Estimate(
         engine_bytes=engine,
         kv_bytes=sizes.kv_bytes,
@@ -107,8 +116,7 @@ def estimate_graphs(models: list[ir.Model], dtype: ir.DataType, sizes: Sizes) ->
         runs_on_cpu=False,
         scratch_bytes=scratch,
         device_bytes=sizes.device_bytes,
-        notes=tuple(note for model in models for note in notes_of_blocks(model))
-        + _notes_of_strip(engine, len(models), sizes),
+        notes=(*notes, *_notes_of_strip(engine, len(models), sizes)),
         build_remedy=sizes.full.remedy if sizes.full else "",
     )
 
@@ -146,7 +154,7 @@ def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
     layers = ExpertLayer.all_of(model.graph)
     pairs = max((each.top_k * sum(each.down.shape[1:]) for each in layers), default=0)
     decoded = 0
-    if sizes.has_experts and layers:
+    if layers and not sizes.kernels:
         pairs = max(3 * each.count * each.down.shape[1] for each in layers)
         stacks = (stack for each in layers for stack in each.stacks if stack.kind != "dense")
         decoded = 3 * max((math.prod(stack.shape) for stack in stacks), default=0)
@@ -155,10 +163,17 @@ def _scratch_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> int:
     )
 
 
-def _linear_bytes(model: ir.Model, dtype: ir.DataType, sizes: Sizes) -> dict[str, int]:
+def _has_cache(model: ir.Model) -> bool:
+    """Whether a portable graph has a KV cache, as those with edgellm's kernels."""
+    return any(str(value.name).startswith(graph_io.PAST) for value in model.graph.inputs)
+
+
+def _linear_bytes(
+    layers: Iterable[tuple[ir.Node, LinearWeight]], dtype: ir.DataType, sizes: Sizes
+) -> dict[str, int]:
     """Bytes of each linear weight by its parameter's name."""
     found = {}
-    for node, weight in linear_layers(model.graph):
+    for node, weight in layers:
         part = weight.parts[0]
         falls = bool(sizes.fallback) and is_lacking(weight, sizes.lacking)
         if falls and sizes.fallback == INT4 and weight.in_features % BLOCK_SIZE == 0:
@@ -194,11 +209,11 @@ def _bytes_of_4_bits(model: ir.Model) -> int:
     return (sum(of_int4) + sum(each.count for each in weights if each.kind == "fp4")) // 2
 
 
-def _table_bytes(model: ir.Model, dtype: ir.DataType) -> dict[str, int]:
-    """Bytes of each embedding by its parameter's name."""
+def _table_bytes(model: ir.Model, dtype: ir.DataType, own: Collection[ir.Node]) -> dict[str, int]:
+    """Bytes of each embedding by its parameter's name, but of the lookups `own`."""
     found = {}
     for node in model.graph:
-        table = table_of(node)
+        table = None if node in own else table_of(node)
         if table is not None and len(table[1].shape) == 2:
             dims = tuple(table[1].shape.numpy())
             found[table[0]] = int(math.prod(dims) * dtype.itemsize)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from edgellm.build.lowering.lora import Places
 from edgellm.build.plan import Plan
+from edgellm.core.graph_io import HEAD_ROWS
 from edgellm.core.graph_roles import ROLES, Rows
 from edgellm.core.manifest import Bundle
 from edgellm.core.model_spec import AudioEncoderSpec, DecoderSpec, VisionSpec
@@ -46,6 +47,11 @@ def passes_of(role: str, bundle: Bundle, plan: Plan) -> list[Pass]:
     plan, is_causal = in_chunks(bundle, plan), bundle.decoder.min_chunk == 1
     passes, places = base_passes(plan, is_causal=is_causal), Places.of(plan)
     return passes if places is None else [*_with_adapters(passes, places)]
+
+
+def head_rows(passes: Sequence[Pass]) -> int:
+    """Maximum tokens of a pass that get logits or candidates."""
+    return max(each.ranges.get(HEAD_ROWS, _ONE)[1] for each in passes)
 
 
 def in_chunks(bundle: Bundle, plan: Plan) -> Plan:

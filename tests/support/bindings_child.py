@@ -161,6 +161,7 @@ def _given(layer: int) -> dict[str, Any]:
     sizes |= {"own_tables": 0, "window": 0, "cap_bits": 0, "sunk": 0, "width": 24, "size": 3}
     sizes |= {"key_heads": 1, "key_dim": 8, "value_dim": 16, "takes": 0}
     sizes |= {"experts": 4, "top_k": 2, "hidden": 32, "inner": 16, "block": 32}
+    sizes |= {"matrix": layer, "vocab": 50}
     sizes |= {"gating_bits": [0] * 4, "steps": [0] * 6, "number_bits": [0] * 4}
     return {**sizes, "layer": layer, "entry": layer}
 

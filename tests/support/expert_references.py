@@ -8,14 +8,20 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-_MAGIC, _HEADER, _ADDRESSES, _PROJECTIONS = 0x656467656C6C6D, 2, 4, 3
+_MAGIC, _HEADER, _ADDRESSES = 0x656467656C6C6D, 2, 4
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def _matrix(table, layer, projection, expert, sizes, constants):
+def has_matrix(table, matrix):
+    """Whether the table is valid."""
+    count, magic = table[:_HEADER].tolist()
+    return count ^ _MAGIC == magic and matrix < count
+
+
+def read_matrix(table, matrix, expert, sizes, constants):
     """Weights [out, in] and biases [out] of an expert."""
     width, out, block = sizes
-    at = _HEADER + (layer * _PROJECTIONS + projection) * _ADDRESSES
+    at = _HEADER + matrix * _ADDRESSES
     places, count = table[at : at + _ADDRESSES].tolist(), out * width
 
     def read(part, numbers, dtype):
@@ -48,10 +54,9 @@ def _products(rows, matrix):
     return rows.astype(np.float64) @ weights.astype(np.float64).T + biases
 
 
-def _chosen(table, order, begins, constants):
+def _chosen(table, matrix, order, begins, constants):
     """Places, pairs and number of each expert that a row chose; none if the table is invalid."""
-    count, magic = table[:_HEADER].tolist()
-    for expert in range(constants["grid"][0] if count ^ _MAGIC == magic else 0):
+    for expert in range(constants["grid"][0] if has_matrix(table, matrix) else 0):
         places = slice(begins[expert], begins[expert + 1])
         if places.start < places.stop:
             yield places, order[places], expert
@@ -91,7 +96,7 @@ def group_rows(ids, num_pairs, order, begins, *, constants):
 
 
 def expert_gates(
-    x, order, begins, table, layer, hidden, inner, block, top_k, *bits_and_y, constants
+    x, order, begins, table, matrix, hidden, inner, block, top_k, *bits_and_y, constants
 ):
     *bits, y = bits_and_y
     assert constants["grid"][1] * constants["OUT"] >= inner
@@ -99,10 +104,10 @@ def expert_gates(
     sizes = hidden, inner, block
     out = y[: y.size // inner * inner].reshape(-1, inner)
     rows = x[: x.size // hidden * hidden].reshape(-1, hidden)
-    for places, pairs, expert in _chosen(table, order, begins, constants):
+    for places, pairs, expert in _chosen(table, matrix, order, begins, constants):
         gate, up = (
-            _products(rows[pairs // top_k], _matrix(table, layer, at, expert, sizes, constants))
-            for at in range(2)
+            _products(rows[pairs // top_k], read_matrix(table, at, expert, sizes, constants))
+            for at in (matrix, matrix + 1)
         )
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         with np.errstate(over="ignore"):
@@ -110,13 +115,13 @@ def expert_gates(
         out[places] = gate * (up + offset)
 
 
-def expert_downs(x, shares, order, begins, table, layer, hidden, inner, block, y, *, constants):
+def expert_downs(x, shares, order, begins, table, matrix, hidden, inner, block, y, *, constants):
     assert constants["grid"][1] * constants["OUT"] >= hidden
     sizes = inner, hidden, block
     out = y[: y.size // hidden * hidden].reshape(-1, hidden)
     rows = x[: x.size // inner * inner].reshape(-1, inner)
-    for places, pairs, expert in _chosen(table, order, begins, constants):
-        found = _products(rows[places], _matrix(table, layer, 2, expert, sizes, constants))
+    for places, pairs, expert in _chosen(table, matrix, order, begins, constants):
+        found = _products(rows[places], read_matrix(table, matrix, expert, sizes, constants))
         out[pairs] = found * shares[pairs, None].astype(np.float64)
 
 

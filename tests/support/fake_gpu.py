@@ -29,9 +29,9 @@ from edgellm.core.errors import (
     LimitError,
 )
 from edgellm.device_runtime.kernels.triton.catalog import Variant, variants
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import open_experts
 from edgellm.device_runtime.runners.tensorrt.cuda.gather import is_run
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ALIGNMENT, TensorInfo
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import open_weights
 
 
 @dataclass
@@ -256,7 +256,7 @@ class FakeEngine:
             for value in values
         }
         self.num_profiles = len(passes)
-        self.experts = open_experts(self.tensors, device, graph)
+        self.weights = open_weights(self.tensors, device, graph)
 
     def _open(self, graph: Path, device: FakeDevice) -> Any:
         options = onnxruntime.SessionOptions()

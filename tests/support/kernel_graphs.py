@@ -19,6 +19,7 @@ import onnxruntime
 from kernel_references import REFERENCES
 from numpy.typing import NDArray
 
+from edgellm.core.graph_io import HEAD_ROWS, LOGITS_INDEX, ROWS
 from edgellm.device_runtime.kernels.triton.catalog import variants
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.kernel_nodes import PLUGINS
@@ -54,6 +55,8 @@ class KernelGraph:
         model = ir.load(path)
         graph = model.graph
         nodes = [node for node in graph if node.domain == NAMESPACE]
+        for node in nodes:
+            _apart(graph, node)
         self._nodes = [_Node.of(node) for node in nodes]
         self._inputs = [str(value.name) for value in graph.inputs]
         self._outputs = [str(value.name) for value in graph.outputs]
@@ -67,8 +70,7 @@ class KernelGraph:
                 assert old.dtype is not None
                 new = ir.val(f"{old.name}.given", old.dtype, old.shape)
                 graph.inputs.append(new)
-                width, dtype = int(old.shape[2]), old.dtype.numpy()  # type: ignore
-                self._given[str(old.name)] = str(new.name), width, dtype
+                self._given[str(old.name)] = str(new.name), [*(old.shape or ())], old.dtype.numpy()
                 for user, index in users:
                     user.replace_input_with(index, new)
         for node in reversed(nodes):
@@ -91,10 +93,13 @@ class KernelGraph:
         return [each for each in self._session.get_outputs() if each.name in self._outputs]
 
     def run(self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        rows = next(iter(feeds.values())).shape[1]
+        sizes = {ROWS: next(iter(feeds.values())).shape[1], HEAD_ROWS: 1}
+        if LOGITS_INDEX in feeds:
+            sizes[HEAD_ROWS] = len(feeds[LOGITS_INDEX])
         known: Arrays = dict(feeds)
         given = {
-            new: np.zeros((1, rows, width), dtype) for new, width, dtype in self._given.values()
+            new: np.zeros([d if isinstance(d, int) else sizes[str(d)] for d in shape], dtype)
+            for new, shape, dtype in self._given.values()
         }
         for node in self._nodes:
             if missing := [each for each in node.inputs if each not in known]:
@@ -125,12 +130,32 @@ class KernelGraph:
         known |= dict(zip(node.outputs, outputs, strict=True))
 
 
+def _apart(graph: ir.Graph, node: ir.Node) -> None:
+    """Copy the first output of a plugin node if it is an output of the graph."""
+    old = node.outputs[0]
+    if old in graph.outputs:
+        copy = ir.node("Identity", [old], name=f"{node.name}.copy")
+        graph.append(copy)
+        new, name = copy.outputs[0], old.name
+        new.type, new.shape = old.type, old.shape
+        old.name, new.name = f"{name}.made", name
+        graph.outputs[graph.outputs.index(old)] = new
+
+
+def _has_rows(value: ir.Value | None) -> bool:
+    """Whether a value is by row of the pass; weights are not."""
+    if value is None or (node := value.producer()) is None:
+        return value is not None and any(str(dim) == ROWS for dim in value.shape or ())
+    return any(map(_has_rows, node.inputs))
+
+
 def _double_rows(graph: ir.Graph) -> None:
     """Make the product of a row batch-invariant.
 
     ONNX Runtime has another kernel for one row, and last bits decide the nearest code.
     """
-    for product in [node for node in graph if node.op_type == "MatMul"]:
+    products = [node for node in graph if node.op_type == "MatMul"]
+    for product in [node for node in products if not _has_rows(node.inputs[1])]:
         x, y = product.inputs[0], product.outputs[0]
         users = tuple(y.uses())
         twice = ir.node("Concat", [x, x], {"axis": 1}, name=f"{product.name}.twice")

@@ -10,6 +10,7 @@ import numpy as np
 from attention_references import attend, finish, keep_rows, store_rows
 from expert_references import expert_downs, expert_gates, group_rows, route_rows, sum_experts
 from recurrent_references import advance_state, advance_window, convolve_rows, delta_rows
+from vocabulary_references import head_rows, look_up_rows
 
 from edgellm.device_runtime.kernels.triton.catalog import PICKS
 from edgellm.device_runtime.sampling.sampler import SamplingParams, processed_distribution
@@ -234,7 +235,7 @@ REFERENCES = {
     for each in (grow_level, select_tree, lay_out, accept_greedy, accept_sampled, pick_shares,
                  join_picks, store_rows, attend, finish, keep_rows, convolve_rows, advance_window,
                  delta_rows, advance_state, route_rows, group_rows, expert_gates, expert_downs,
-                 sum_experts)
+                 sum_experts, look_up_rows, head_rows)
 }  # fmt: skip
 TYPES = {"*i64": np.int64, "*i32": np.int32, "*fp32": np.float32, "*fp64": np.float64,
          "*i8": np.int8, "*fp16": np.float16}  # fmt: skip

@@ -41,7 +41,7 @@ from edgellm.device_runtime.networks.draft import DraftNetwork
 from edgellm.device_runtime.networks.heads import HeadsNetwork
 from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
 from edgellm.device_runtime.runners.runner import Runner
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.kernel_cache import KV_DTYPES
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import RTX_TAKES
 from edgellm.export.graph.architecture import ExportOptions
@@ -86,7 +86,11 @@ class Lowered:
         for source, bundle in zip((pair.bundle, pair.draft_bundle), bundles.values(), strict=True):
             for role, graph in compiled(bundle).items():
                 candidates = 0 if role == DECODER else CANDIDATES
-                kernels = Kernels(110, codes, answers) if codes and role != FUSE else None
+                kernels = (
+                    Kernels(sm=110, codes=codes, sequences=answers)
+                    if codes and role != FUSE
+                    else None
+                )
                 dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
                 lower_for_gpu(
                     source / graph.path,
@@ -193,7 +197,7 @@ class LoweredModel:
         lower_for_gpu(
             self.bundle / "model.onnx",
             self.graph,
-            kernels=Kernels(110, codes, plan.max_batch_size) if codes else None,
+            kernels=Kernels(sm=110, codes=codes, sequences=plan.max_batch_size) if codes else None,
             capacity=plan.kv_capacity,
         )
         self.passes = passes_of(DECODER, bundle, plan)
@@ -238,8 +242,8 @@ def lower_for_gpu(
 ) -> None:
     """A portable graph as TensorRT gets it."""
     model, weights = ir.load(source), WeightFile(target.with_suffix(".data"))
-    experts = target.with_suffix(EXPERTS_SUFFIX)
-    lower(model, weights, dtype, capacity, candidates, kernels, places, experts)
+    addressed = target.with_suffix(ADDRESSED_SUFFIX)
+    lower(model, weights, dtype, capacity, candidates, kernels, places, addressed)
     weights.close()
     adapt(model, version, ahead_of_time=kernels is None and version == RTX_TAKES)
     ir.save(model, target)

@@ -179,3 +179,33 @@ def recurrent_stand_ins() -> list[ir.Function]:
         y = Sum(v, query, key, decay, rate, node, entry)
     }}"""
     return list(ir.from_onnx_text(text).functions.values())
+
+
+def vocabulary_stand_ins(hidden: int, vocab: int) -> list[ir.Function]:
+    """Functions with the shapes and types of the nodes of embeddings and heads."""
+    given = "given, plugin_namespace, plugin_version, aot"
+    text = f"""<ir_version: 10, opset_import: ["" : 24, "{NAMESPACE}" : 1]>
+    g (float16[1, n, 8] q) => (float16[1, n, 8] y) {{ y = Identity(q) }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    look_up_rows <{given}> (ids, table) => (y) {{
+        axis = Constant<value = int64[1] {{2}}>()
+        wide = Cast<to = 10>(ids)
+        id = Unsqueeze(wide, axis)
+        entries = Cast<to = 10>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        sum = Add(id, entry)
+        times = Constant<value = int64[3] {{1, 1, {hidden}}}>()
+        y = Tile(sum, times)
+    }}
+    <domain: "{NAMESPACE}", opset_import: ["" : 24]>
+    head_rows <{given}> (x, table) => (y) {{
+        axis = Constant<value = int64[1] {{2}}>()
+        wide = Cast<to = 1>(x)
+        mean = ReduceMean(wide, axis)
+        entries = Cast<to = 1>(table)
+        entry = ReduceMax<keepdims = 0>(entries)
+        sum = Add(mean, entry)
+        times = Constant<value = int64[3] {{1, 1, {vocab}}}>()
+        y = Tile(sum, times)
+    }}"""
+    return list(ir.from_onnx_text(text).functions.values())

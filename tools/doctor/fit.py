@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgellm.build.artifact_kinds import AUDIO, DRAFT, LLM, PRODUCTS, VISUAL, read_bundle
-from edgellm.build.backends import choose, options_of
+from edgellm.build.backends import choose, implied_library, options_of
 from edgellm.build.plan import Plan, audio_plan, image_plan
 from edgellm.build.resource_estimate import Prediction, predict
 from edgellm.core.errors import EdgeLLMError
@@ -44,7 +44,7 @@ def _predict(source: Path, backend: str, flags: dict[str, str | None]) -> Predic
     except (OSError, ValueError, KeyError, TypeError):
         found = LLM_BUNDLE
     product = next((name for name, each in PRODUCTS.items() if each.bundle == found), LLM)
-    name = choose(backend, "")
+    name = choose(implied_library(backend, "", flags["--gpu"] or ""), "")
     options = options_of(name, flags)
     if product == VISUAL:
         plan = image_plan(4, 1024, 512, 0, options=options)

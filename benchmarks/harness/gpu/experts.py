@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from edgellm.device_runtime.kernels.triton import catalog
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import MAGIC, table_entries
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Device
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import MAGIC, table_entries
 from harness.gpu.layer_check import Call, LayerCheck, Layout
 
 _BITS = {"fp16": 16, "int4": 4, "fp4": 4}
@@ -73,7 +72,7 @@ class _Layer(LayerCheck):
             "logits": ((self._rows, sizes.experts), np.float32),
             "ids": ((self._rows, sizes.top_k), np.int64),
             "shares": ((pairs,), np.float16),
-            "table": ((table_entries(1),), np.int64),
+            "table": ((table_entries(len(_PROJECTIONS)),), np.int64),
             "order": ((pairs,), np.int32),
             "begins": ((sizes.experts + 1,), np.int32),
             "inner": ((pairs, sizes.inner), np.float16),
@@ -100,13 +99,13 @@ class _Layer(LayerCheck):
             host[f"{name} scales"][:] = 1 / 64
             has_scales = self._codes != "fp16"
             addresses += [at[name], at[f"{name} scales"] * has_scales, 0, 0]
-        host["table"][:] = [sizes.experts, sizes.experts ^ MAGIC, *addresses]
+        count = len(_PROJECTIONS)
+        host["table"][:] = [count, count ^ MAGIC, *addresses]
 
     def _calls(self) -> list[Call]:
         sizes, rows, codes = self._sizes, self._rows, self._codes
-        layer = 0, sizes.hidden, sizes.inner, sizes.block
-        outputs = catalog.EXPERT_OUTPUTS
-        pairs = ["order", "begins", "table", *layer]
+        widths, outputs = (sizes.hidden, sizes.inner, sizes.block), catalog.EXPERT_OUTPUTS
+        pairs = ["order", "begins", "table"]
         chosen = sizes.experts, sizes.top_k, *_NORMALIZED
         return [
             (
@@ -122,12 +121,12 @@ class _Layer(LayerCheck):
             (
                 catalog.expert_gates(codes),
                 (sizes.experts, -(-sizes.inner // outputs), 1),
-                ["x", *pairs, sizes.top_k, *_SWISH, "inner"],
+                ["x", *pairs, 0, *widths, sizes.top_k, *_SWISH, "inner"],
             ),
             (
                 catalog.expert_downs(codes),
                 (sizes.experts, -(-sizes.hidden // outputs), 1),
-                ["inner", "shares", *pairs, "parts"],
+                ["inner", "shares", *pairs, 2, *widths, "parts"],
             ),
             (
                 catalog.SUM_EXPERTS,
@@ -139,8 +138,3 @@ class _Layer(LayerCheck):
     def _memory(self, arrays: dict[str, np.ndarray]) -> Callable[..., np.ndarray]:
         del arrays  # weights are never written
         return self._read
-
-    def _read(self, address: int, count: int, dtype: Any) -> np.ndarray:
-        """Weights and scales at an address, on the host."""
-        first = int(address) - self._packed.address
-        return self._packed.host[first : first + int(count) * np.dtype(dtype).itemsize].view(dtype)

@@ -45,6 +45,11 @@ class LayerCheck(abc.ABC):
     def _memory(self, arrays: dict[str, np.ndarray]) -> Callable[..., np.ndarray]:
         """Return what reads an address, for the references, whose tensors are `arrays`."""
 
+    def _read(self, address: int, count: int, dtype: Any) -> np.ndarray:
+        """Numbers at an address that no kernel writes, on the host."""
+        first = int(address) - self._packed.address
+        return self._packed.host[first : first + int(count) * np.dtype(dtype).itemsize].view(dtype)
+
     def run(self) -> dict[str, float]:
         """Check the kernels against their references; return the seconds of each.
 

@@ -92,6 +92,26 @@ class WeightPart:
             operation=call.op_type,
         )
 
+    @classmethod
+    def of_outputs(
+        cls,
+        stored: tuple[ir.TensorProtocol, ...],
+        *,
+        parameter: str,
+        operation: str,
+        block_size: int = 0,
+    ) -> WeightPart:
+        """A weight whose tensors are stored by output: those of LINEAR, or of blocks."""
+        out, width = _dims(stored[0])
+        return cls(
+            kind="dense" if operation == LINEAR else kind_of(stored[0]),
+            shape=(width, out),
+            block_size=block_size,
+            parameter=parameter,
+            stored=stored,
+            operation=operation,
+        )
+
     def outputs(self, part: slice) -> WeightPart:
         """Some output channels; their stored data is read on access.
 

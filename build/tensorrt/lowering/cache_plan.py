@@ -74,7 +74,10 @@ def plan_cache(
     if wanted == TENSORRT:
         _require_none(own, "--kernels tensorrt")
         return CachePlan(dtype=bundle.dtype, num_experts=num_experts)
-    kernels, fault = Kernels(target.sm, codes, plan.max_batch_size), library_fault(target.library)
+    kernels, fault = (
+        Kernels(sm=target.sm, codes=codes, sequences=plan.max_batch_size),
+        library_fault(target.library),
+    )
     for graph in graphs:
         fault = fault or why_not(graph, _PRECISIONS[bundle.dtype], kernels, _driver_ptx(plan))
         fault = fault or kernel_recurrence.why_not(graph, kernels.sm, _driver_ptx(plan))

@@ -13,14 +13,14 @@ https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/quantized
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from edgellm.build.lowering.graph import GraphEditor
-from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart, linear_layers
+from edgellm.build.lowering.linears.weights import LinearWeight, WeightPart
 from edgellm.core.errors import UnsupportedModelError
 
 TAKEN = (64, 128)
@@ -79,9 +79,9 @@ def refuse_signs(weight: LinearWeight) -> None:
         )
 
 
-def notes_of_blocks(model: ir.Model) -> Iterator[str]:
+def notes_of_blocks(weights: Iterable[LinearWeight]) -> Iterator[str]:
     """Notes on layers that cost more than their precision implies."""
-    layers = [weight for _, weight in linear_layers(model.graph) if weight.kind in ("int4", "int8")]
+    layers = [weight for weight in weights if weight.kind in ("int4", "int8")]
     layouts = [layout for weight in layers if (layout := layout_of(weight)) is not None]
     if twice := sum(layout.codes_each == 2 and not layout.splits for layout in layouts):
         yield (

@@ -47,13 +47,14 @@ MASK_COLUMNS = "mask_columns"  # symbol of the widest mask of a pass
 _F16, _F32 = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Parameters that select the kernels' variants for a graph."""
 
     sm: int  # compute capability of the GPU, 110 for 11.0
     codes: str  # of the cache: fp16, int8 or fp8
     sequences: int = 1  # maximum batch size
+    head_rows: int = 1  # maximum tokens of a pass that get logits
 
     @property
     def many(self) -> bool:
@@ -116,13 +117,13 @@ def lower_attention(graph: GraphEditor, kernels: Kernels, capacity: int) -> None
     """
     _bind_rope_tables(graph, capacity)
     layers = CachedAttention.all_of(graph.graph, takes_sinks=True)
-    entries = table_entries(len(layers))
+    entries = table_entries(len({layer.cache for layer in layers}))
     table = ir.val(graph_io.CACHE_TABLE, ir.DataType.INT64, [entries])
     graph.graph.inputs.append(table)
     sequences = _take_sequences(graph.graph) if kernels.many else None
-    for index, layer in enumerate(layers):
+    for layer in layers:
         graph.cursor = layer.call
-        y = _emit(graph, layer, index, (sequences or layer.write_index, table), kernels)
+        y = _emit(graph, layer, (sequences or layer.write_index, table), kernels)
         graph.replace(layer.outputs[0], y)
     _drop_caches(graph.graph.outputs)
     for layer in layers:
@@ -162,7 +163,6 @@ def _bind_rope_tables(graph: GraphEditor, capacity: int) -> None:
 def _emit(
     graph: GraphEditor,
     layer: CachedAttention,
-    index: int,
     places_and_table: tuple[ir.Value, ir.Value],
     kernels: Kernels,
 ) -> ir.Value:
@@ -174,7 +174,7 @@ def _emit(
     assert seen is not None
     tree, places = seen.inputs[:2]
     size, heads = layer.head_dim, layer.num_heads
-    sizes = {"layer": index, "heads": heads, "kv_heads": layer.kv_num_heads, "head_dim": size}
+    sizes = {"layer": layer.cache, "heads": heads, "kv_heads": layer.kv_num_heads, "head_dim": size}
     given = {**sizes, "codes": kernels.codes, "capability": kernels.sm}
     if kernels.many:
         given["sequences"] = kernels.sequences

@@ -20,10 +20,12 @@ from edgellm.build.lowering.linears.groups import lower_linears
 from edgellm.build.lowering.lora import AdapterSums, Marks, Places
 from edgellm.build.lowering.top_logits import add_top_logits
 from edgellm.build.lowering.weights import WeightFile, keep_apart, parameter_name
+from edgellm.build.tensorrt.lowering.addressed_weights import AddressedWeights
 from edgellm.build.tensorrt.lowering.downgrade_ops import uncap_attention
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels, lower_attention
 from edgellm.build.tensorrt.lowering.kernel_experts import lower_experts
 from edgellm.build.tensorrt.lowering.kernel_recurrence import lower_recurrences
+from edgellm.build.tensorrt.lowering.kernel_vocabulary import lower_vocabulary
 from edgellm.build.tensorrt.lowering.linears import StoredKernel, merge_key, split_rows
 from edgellm.build.tensorrt.lowering.operators import experts as expert_operators
 from edgellm.build.tensorrt.lowering.operators import recurrence as recurrent_operators
@@ -43,7 +45,7 @@ def lower(
     candidates: int = 0,
     kernels: Kernels | None = None,
     places: Places | None = None,
-    experts: Path | None = None,
+    addressed: Path | None = None,
 ) -> None:
     """Rewrite `model` in place.
 
@@ -54,9 +56,9 @@ def lower(
         capacity: tokens of the KV cache, a constant in TensorRT; 0 for graphs without one.
         candidates: of a draft, for each token. A K at run time would be a shape, and a pass with
             varying shapes cannot be captured as a CUDA graph.
-        kernels: edgellm's, for attention, recurrent layers, experts; None: TensorRT's operators.
+        kernels: edgellm's, for all layers but dense products; None: TensorRT's operators.
         places: of LoRA adapters; None: linear layers take none.
-        experts: file that receives the weights of experts; None: there are none.
+        addressed: file that receives weights that kernels know by address; None: there are none.
     """
     if capacity:
         _bind(model.graph, CAPACITY, capacity)
@@ -66,7 +68,7 @@ def lower(
         expert_operators.lower_experts(graph, dtype)
         recurrent_operators.lower_recurrences(graph, dtype)
     else:
-        _lower_to_kernels(graph, kernels, capacity, experts)
+        _lower_to_kernels(graph, kernels, capacity, addressed)
     if candidates:
         _fix_top_k(model.graph, candidates)
     common.DeduplicateInitializersPass(size_limit=_LARGEST_VECTOR)(model)
@@ -98,12 +100,15 @@ def lower(
 
 
 def _lower_to_kernels(
-    graph: GraphEditor, kernels: Kernels, capacity: int, experts: Path | None
+    graph: GraphEditor, kernels: Kernels, capacity: int, addressed: Path | None
 ) -> None:
     lower_attention(graph, kernels, capacity)
     lower_recurrences(graph, kernels.sm)
-    if experts is not None:
-        lower_experts(graph, kernels.sm, experts)
+    if addressed is not None:
+        weights = AddressedWeights(graph)
+        lower_experts(graph, kernels.sm, weights)
+        lower_vocabulary(graph, kernels, weights)
+        weights.write(addressed)
 
 
 def _by_rows(graph: GraphEditor, x: ir.Value, matrix: ir.Value) -> ir.Value:

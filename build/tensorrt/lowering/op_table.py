@@ -183,6 +183,8 @@ _KERNELS = {
     "edgellm::expert_gates": Rule(dtypes=_HALF, ranks=frozenset({3})),
     "edgellm::expert_downs": Rule(dtypes=_HALF, checked=(0, 1), ranks=frozenset({3})),
     "edgellm::sum_experts": Rule(dtypes=_HALF, ranks=frozenset({3})),
+    "edgellm::look_up_rows": Rule(dtypes=frozenset({ir.DataType.INT64}), ranks=frozenset({2})),
+    "edgellm::head_rows": Rule(dtypes=_HALF, ranks=frozenset({3})),
 }
 
 _ADDED: tuple[tuple[Version, Mapping[str, Rule]], ...] = (

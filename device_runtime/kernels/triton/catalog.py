@@ -20,15 +20,15 @@ FIRST_FP8 = 89  # compute capability that converts E4M3 numbers
 LARGEST_SHARED_BYTES = 48 << 10  # the limit of a launch without an attribute
 HEAD_DIM_STEP = 16  # head_dim is a multiple, so rows of all dtypes are read 16 bytes at a time
 STATE_STEP = 8  # sizes of recurrent layers are multiples
-EXPERT_STEP = 16  # widths of experts are multiples, and inputs that share a scale
+WIDTH_STEP = 16  # widths of weights by address are multiples, and inputs that share a scale
 # Arguments that are multiples of a number, and the number.
 STEPS = {
     "head_dim": HEAD_DIM_STEP,
     "key_dim": STATE_STEP,
     "value_dim": STATE_STEP,
     "width": STATE_STEP,
-    "hidden": EXPERT_STEP,
-    "inner": EXPERT_STEP,
+    "hidden": WIDTH_STEP,
+    "inner": WIDTH_STEP,
 }
 TILES = (64, 128, 256)  # values of D
 SEQUENCES = 32  # of a pass at most
@@ -41,6 +41,9 @@ VALUES = 32  # of a head of a recurrent layer, in a program
 KEYS = 64  # of such a head, in a step
 EXPERT_OUTPUTS, EXPERT_INPUTS = 32, 128  # of an expert's matrix, in a program and in a step
 SUMMED = 512  # numbers of a row of experts, in a program
+LOOKED_UP = 512  # numbers of a row of embeddings, in a program
+HEAD_OUTPUTS, HEAD_INPUTS = 64, 64  # of a head, in a program and in a step
+HEAD_ROWS = (16, 64)  # tokens in a tile of a head: of few, and of more
 PAIRS = 512  # of rows and experts, in a step
 ROUTED_EXPERTS, CHOSEN_EXPERTS = (128, 512), 32  # of a layer, and of a row: at most
 PICKS, SHARE, SHARES = 64, 4096, 64  # of a row of logits; numbers of a share; shares at most
@@ -127,6 +130,12 @@ KERNELS = {
         Kernel(module="experts", name="expert_gates", grid=("experts", "cdiv(inner, OUT)", "1")),
         Kernel(module="experts", name="expert_downs", grid=("experts", "cdiv(hidden, OUT)", "1")),
         Kernel(module="experts", name="sum_experts", grid=("num_rows", "cdiv(hidden, BLOCK)", "1")),
+        Kernel(module="vocabulary", name="look_up_rows", grid=("ids", "cdiv(hidden, STEP)", "1")),
+        Kernel(
+            module="vocabulary",
+            name="head_rows",
+            grid=("cdiv(num_rows, ROWS)", "cdiv(vocab, OUT)", "1"),
+        ),
     )
 }
 
@@ -199,6 +208,8 @@ def variants(sm: int) -> Iterator[Variant]:
     for code in (*codes, "int4", "fp4"):
         yield expert_gates(code)
         yield expert_downs(code)
+        yield look_up_rows(code)
+        yield head_rows(code)
 
 
 def accept_greedy(nodes: int) -> Variant:
@@ -278,6 +289,25 @@ def expert_downs(codes: str) -> Variant:
 def _of_experts(name: str, codes: str) -> Variant:
     constants = {"CODES": codes, "ROWS": ROWS, "OUT": EXPERT_OUTPUTS, "STEP": EXPERT_INPUTS}
     return Variant(kernel=KERNELS[name], constants=constants, warps=4, max_registers=128)
+
+
+def look_up_rows(codes: str) -> Variant:
+    """`look_up_rows` for a table in these codes."""
+    constants = {"CODES": codes, "STEP": LOOKED_UP}
+    return Variant(kernel=KERNELS["look_up_rows"], constants=constants, warps=2)
+
+
+def head_rows(codes: str) -> Variant:
+    """`head_rows` for weights in these codes."""
+    few, rows = HEAD_ROWS
+    constants = {"CODES": codes, "FEW": few, "ROWS": rows}
+    return Variant(
+        kernel=KERNELS["head_rows"],
+        constants={**constants, "OUT": HEAD_OUTPUTS, "STEP": HEAD_INPUTS},
+        warps=8,
+        stages=3 if codes == "fp16" else 4,  # low-bit weights need more steps in flight
+        max_registers=128,
+    )
 
 
 def store_rows(size: int, codes: str, *, many: bool = False) -> Variant:

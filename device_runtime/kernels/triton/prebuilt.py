@@ -85,8 +85,7 @@ def find(variant: Variant, sm: int, driver_ptx: int | None = None) -> Compiled:
         raise EdgeLLMError(
             f"no kernel {variant.name} was compiled for compute capability "
             f"{target // 10}.{target % 10}",
-            hint="build without kernels of edgellm's own, or add it to the catalog and run "
-            "python -m edgellm.scripts.ptx",
+            hint="in a checkout add it to the catalog and run python -m edgellm.scripts.ptx",
         )
     needed = int(entry["ptx_version"])
     if driver_ptx is not None and driver_ptx < needed:
@@ -141,7 +140,7 @@ def _target(sm: int) -> int:
         shown = ", ".join(f"{target // 10}.{target % 10}" for target in TARGETS)
         raise EdgeLLMError(
             f"no kernels were compiled for compute capability {sm // 10}.{sm % 10}",
-            hint=f"there are some for {shown}; build without kernels of edgellm's own",
+            hint=f"there are some for {shown}",
         )
     return max(older)
 

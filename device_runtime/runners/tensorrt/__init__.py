@@ -21,7 +21,7 @@ from edgellm.core.model_spec import DecoderSpec
 from edgellm.device_runtime.adapted_layers import MAX_LORAS
 from edgellm.device_runtime.gpu import compute_capability
 from edgellm.device_runtime.runners.runner import Runner
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.device_runtime.runners.tensorrt.library.refit import LOWERED_SUFFIX, WEIGHTS_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.state_memory import StateLayout
@@ -59,11 +59,12 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
 
     Raises:
         BrokenArtifactError: compiled for another GPU or library (checked before the file is
-            read), or rejected by the library.
+            read), rejected by the library, or a file of weights is damaged.
         LimitError: the GPU has too little memory.
         EdgeLLMError: cuda-python is missing.
     """
     from edgellm.device_runtime.runners.tensorrt.cuda.driver import open_device
+    from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import loaded_bytes
     from edgellm.device_runtime.runners.tensorrt.library.python_plugins import register
     from edgellm.device_runtime.runners.tensorrt.library.runtime import load_engine
 
@@ -71,7 +72,9 @@ def open_engine(folder: Path, engine: Engine) -> dict[str, Runner]:
     if trt_import.Library(trt, trt.__name__ != "tensorrt").runs_python_plugins:
         register(trt)
     device = open_device()
-    require_memory(device.free_bytes(), engine)
+    addressed = [folder / name for name in engine.files if name.endswith(ADDRESSED_SUFFIX)]
+    shared = sum(loaded_bytes(path, device) for path in addressed)
+    require_memory(device.free_bytes() + shared, engine)
     opened = {}
     for role, graphs in engine.graphs.items():
         kv = engine.cache_of(role)
@@ -123,7 +126,7 @@ def require_memory(free_bytes: int, engine: Engine) -> None:
     plans = sum(
         record.num_bytes
         for name, record in engine.files.items()
-        if name.endswith((".engine", EXPERTS_SUFFIX, WEIGHTS_SUFFIX))
+        if name.endswith((".engine", ADDRESSED_SUFFIX, WEIGHTS_SUFFIX))
     )
     cache = engine.cache
     rows = engine.max_kv_cache_capacity * engine.max_batch_size

@@ -32,8 +32,8 @@ from edgellm.device_runtime.runners.tensorrt.cuda.protocols import (
     Buffer,
     CompiledEngine,
     Device,
-    Experts,
     TensorInfo,
+    Weights,
 )
 from edgellm.device_runtime.runners.tensorrt.device_speculation.round import open_rounds
 from edgellm.device_runtime.runners.tensorrt.device_tensors import (
@@ -117,7 +117,7 @@ class TensorRtRunner(Runner):
         self._passes = PassRunner(
             engine=engine,
             device=device,
-            fixed={**_addresses(memory, self._recurrent, engine.experts), **fixed},
+            fixed={**_addresses(memory, self._recurrent, engine.weights), **fixed},
             arguments_bytes=packed_bytes(self._arguments(maximum, has_adapters=True)),
             picks_bytes=packed_bytes(self._picks(maximum)),
             after=memory.append if memory is not None else _nothing,
@@ -400,7 +400,7 @@ class TensorRtRunner(Runner):
         return found.astype(np.float32) if dtype.kind == "f" else found.copy()
 
 
-def _addresses(*memories: DeviceCaches | DeviceStates | Experts | None) -> dict[str, int]:
+def _addresses(*memories: DeviceCaches | DeviceStates | Weights | None) -> dict[str, int]:
     """Addresses of tensors of these memories."""
     found: dict[str, int] = {}
     for memory in memories:

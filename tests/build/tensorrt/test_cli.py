@@ -24,6 +24,7 @@ from edgellm.core.manifest import (
     load_engine,
 )
 from edgellm.device_runtime.gpu import compute_capability
+from edgellm.device_runtime.runners.tensorrt.library import trt_import
 from edgellm.tools.inspection.sources.detect import inspect
 
 pytest.importorskip(
@@ -170,6 +171,24 @@ def test_unsupported_flags_are_rejected_with_a_hint(
 ):
     result = _build(command_here, half_bundle, tmp_path / "engine", *SMALL, *flags)
     assert_one_line_error(result, message, "hint: ")
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_named_gpu_implies_tensorrt(command_here, half_bundle, tmp_path, monkeypatch):
+    """Only TensorRT-RTX compiles ahead of time."""
+    flags = (*SMALL[:4], "--gpu", "8.9", "--dryRun")
+    said = "backend: TensorRT (--gpu 8.9 compiles ahead of time)\n"
+    for more in ((), ("--device", "cuda")):
+        result = _build(command_here, half_bundle, tmp_path / "engine", *flags, *more)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith(said)
+    result = _build(command_here, half_bundle, tmp_path / "engine", *flags, "--device", "cpu")
+    assert_one_line_error(result, "--gpu is not for", "--backend tensorrt")
+    doctor = ("edgellm-doctor", "--onnxDir", half_bundle, "--gpu", "8.9")
+    assert "TensorRT-RTX 1.7.1" in command_here(*doctor).stdout
+    monkeypatch.setattr(trt_import, "_load", lambda name: f"{name} is not installed")
+    result = _build(command_here, half_bundle, tmp_path / "engine", *flags)
+    assert_one_line_error(result, "tensorrt_rtx is not installed", "tensorrt-rtx")
     assert not (tmp_path / "engine").exists()
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import onnx_ir as ir
 import pytest
 from lowered_engines import lower_for_gpu
-from node_stand_ins import expert_stand_ins, stand_ins
+from node_stand_ins import expert_stand_ins, stand_ins, vocabulary_stand_ins
 from plugin_stub import Node, bindings, plugin_package, sizes
 from tensorrt_bundles import two_layer_bundle
 
@@ -19,10 +19,10 @@ from edgellm.build.lowering.experts import ExpertLayer
 from edgellm.build.plan import Plan
 from edgellm.build.resource_estimate import predict
 from edgellm.build.tensorrt import builder
-from edgellm.build.tensorrt.lowering import cache_plan
+from edgellm.build.tensorrt.lowering import cache_plan, kernel_experts
 from edgellm.build.tensorrt.lowering.cache_plan import plan_cache
-from edgellm.build.tensorrt.lowering.expert_file import ExpertForm
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
+from edgellm.build.tensorrt.lowering.kernel_experts import form_of
 from edgellm.build.tensorrt.lowering.op_support import check_graph
 from edgellm.build.tensorrt.lowering.op_table import CHECKED
 from edgellm.build.tensorrt.options import TensorRtOptions
@@ -32,7 +32,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
@@ -82,21 +82,21 @@ def test_plugins_implement_tensorrts_interface(folder, rows):
         assert numbers(begins) == ([1, 129], number)
         launch = group.launch(known)
         assert (launch.grid, launch.sizes) == ((129, 1, 1), [8 * rows])
-        layer = {"layer": 7, "codes": "int4", "block": 128}
-        gates = node("expert_gates", **layer, gating_bits=[1, 2, 3, 4])
+        form = {"codes": "int4", "block": 128}
+        gates = node("expert_gates", matrix=21, **form, gating_bits=[1, 2, 3, 4])
         (gated,) = gates.outputs([(sizes(1, "S", 2048), half), order, begins, table])
         assert numbers(gated) == ([1, rows, 8 * 768], half)
         launch = gates.launch(known)
-        expected = [7, 2048, 768, 128, 8, 1, 2, 3, 4]
+        expected = [21, 2048, 768, 128, 8, 1, 2, 3, 4]
         assert (launch.grid, launch.sizes) == ((128, 24, 1), expected)
         compiled = prebuilt.find(catalog.expert_gates("int4"), 110)
         assert launch.ptx.decode() == compiled.ptx
         assert (launch.threads, launch.shared_bytes) == (compiled.threads, compiled.shared_bytes)
-        downs = node("expert_downs", **layer)
+        downs = node("expert_downs", matrix=23, **form)
         (parts,) = downs.outputs([gated, shares, order, begins, table])
         assert numbers(parts) == ([1, rows, 8 * 2048], half)
         launch = downs.launch(known)
-        assert (launch.grid, launch.sizes) == ((128, 64, 1), [7, 2048, 768, 128])
+        assert (launch.grid, launch.sizes) == ((128, 64, 1), [23, 2048, 768, 128])
         summed = node("sum_experts")
         (y,) = summed.outputs([parts])
         assert numbers(y) == ([1, rows, 2048], half)
@@ -121,7 +121,10 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
     said = rejection(bundle, "10.14.1")
     assert said.startswith(f"{only}plugins do not work in TensorRT 10.14.1")
     assert said.endswith("give --backend onnxruntime --device cpu")
-    assert "no kernels were compiled for compute capability 7.5" in rejection(bundle, "11.4", 75)
+    assert rejection(bundle, "11.4", 75) == (
+        f"{only}no kernels were compiled for compute capability 7.5 (there are some for 8.7, 8.9, "
+        "9.0, 11.0, 12.0); give --backend onnxruntime --device cpu"
+    )
     native = TensorRtOptions(target_sm="110", kernels="tensorrt")
     assert f"{only}--kernels tensorrt" in rejection(bundle, "11.4", options=native)
     odd = two_layer_bundle(tmp_path / "odd", "qwen3_moe", moe_intermediate_size=40)
@@ -131,10 +134,10 @@ def test_libraries_and_gpus_without_the_kernels_reject_it(bundle, tmp_path):
 
 
 def test_forms_without_kernels_are_rejected(bundle, monkeypatch):
-    floats, codes = ExpertForm.of, {"gate_proj": "fp8", "up_proj": "fp8", "down_proj": "fp16"}
+    floats, codes = form_of, {"gate_proj": "fp8", "up_proj": "fp8", "down_proj": "fp16"}
     monkeypatch.setattr(
-        ExpertForm,
-        "of",
+        kernel_experts,
+        "form_of",
         lambda stack: dataclasses.replace(floats(stack), codes=codes[stack.name]),
     )
     said = rejection(bundle, "11.4", 87)
@@ -153,7 +156,7 @@ def test_tensorrt_rtx_compiles_it(bundle, tmp_path, model_type):
         bundle = two_layer_bundle(tmp_path, model_type)
     plan = dataclasses.replace(PLAN, options=TensorRtOptions(target_sm="89", layer_report=True))
     built = build_engine("llm", bundle, tmp_path / "engine", plan, "tensorrt", lambda _: None)
-    assert [*(tmp_path / "engine").glob(f"*{EXPERTS_SUFFIX}")] == []
+    assert [*(tmp_path / "engine").glob(f"*{ADDRESSED_SUFFIX}")] == []
     config = models.find(model_type).TINY
     count = next(config[name] for name in _COUNTS if name in config)
     shown = f"passes of several tokens compute all {count} experts of a layer: TensorRT-RTX"
@@ -177,6 +180,7 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch):
     attention = stand_ins(config["num_attention_heads"], config["head_dim"])
     names = "hidden_size", "moe_intermediate_size", "num_experts_per_tok", "num_experts"
     functions = *attention, *expert_stand_ins(*(config[name] for name in names))
+    functions += (*vocabulary_stand_ins(config["hidden_size"], config["vocab_size"]),)
 
     def with_stand_ins(graph, *arguments, **options):
         model = ir.load(graph)
@@ -191,12 +195,13 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch):
     engine = load_engine(tmp_path / "engine", LLM_ENGINE)
     assert [each.max_rows for each in engine.main_graphs] == [1, 8, 24]
     assert engine.options["kernels"] == "edgellm"
-    stored = engine.files[f"llm{EXPERTS_SUFFIX}"].num_bytes
+    stored = engine.files[f"llm{ADDRESSED_SUFFIX}"].num_bytes
     predicted = predict(bundle, load_bundle(bundle, LLM_BUNDLE), PLAN, "tensorrt", tmp_path)
-    assert stored == pytest.approx(2 * 6 * 3 * 96 * 48 * 2, rel=0.02)
+    vocabulary = 2 * config["vocab_size"] * config["hidden_size"] * 2  # embedding and head
+    assert stored == pytest.approx(2 * 6 * 3 * 96 * 48 * 2 + vocabulary, rel=0.02)
     assert predicted.estimate.engine_bytes > stored
-    rest = predicted.estimate.decode_bytes - stored / 3  # a token reads 2 of 6 experts
-    assert 0 < rest < stored
+    read = (stored - vocabulary) / 3 + vocabulary / 2  # 2 of 6 experts, and the head
+    assert 0 < predicted.estimate.decode_bytes - read < stored
 
 
 @pytest.mark.each_change("qwen3_moe")
@@ -205,7 +210,7 @@ def test_every_version_with_plugins_takes_the_graph(tmp_path, model_type):
     """Also the operators of its router."""
     bundle, target = two_layer_bundle(tmp_path, model_type), tmp_path / "lowered.onnx"
     for version in CHECKED:  # which holds it against the table
-        kernels = Kernels(110, "fp16")
+        kernels = Kernels(sm=110, codes="fp16")
         lower_for_gpu(bundle / "model.onnx", target, version=version, kernels=kernels)
     faults = check_graph(ir.load(target), (10, 14))
     assert any("edgellm::expert_gates" in fault for fault in faults)

@@ -119,12 +119,19 @@ def test_a_failed_build_hints_at_known_faults(
     assert bool(said) == bool(wanted)
 
 
-def test_recurrent_models_run_on_the_cpu_instead():
-    """TensorRT's operators do not compute them."""
+@pytest.mark.parametrize(
+    ("node", "way"),
+    [
+        ("delta_rows", "--backend onnxruntime --device cpu"),
+        ("expert_gates", "--backend onnxruntime --device cpu"),
+        ("head_rows", "--kernels tensorrt"),
+    ],
+)
+def test_recurrent_models_and_mixtures_run_on_the_cpu_instead(node, way):
+    """TensorRT's operators do not compute them, but heads."""
     model = ir.from_onnx_text(
-        '<ir_version: 11, opset_import: ["" : 21]> g (int64[6] state_table) => (int64[6] y)'
-        " { y = Identity(state_table) }"
+        '<ir_version: 11, opset_import: ["edgellm" : 1]> g (int64[6] table) => (int64[6] y)'
+        f" {{ y = edgellm.{node}(table) }}"
     )
     target = Target(Library(Compiler("10.13.3.9"), is_ahead_of_time=False), 110)
-    hint = known_refusal(target, model, "Not implemented for PLUGIN_V3")
-    assert "--backend onnxruntime --device cpu" in hint
+    assert f": {way} needs none" in known_refusal(target, model, "Not implemented for PLUGIN_V3")

@@ -123,7 +123,7 @@ def test_every_version_supports_the_adapted_graph(bundles, tmp_path, kind, preci
 def test_every_version_supports_decoders_with_images(bundles, tmp_path, family, precision):
     """Image rows, M-RoPE, DeepStack; in float16 also with edgellm's kernels."""
     bundle = bundles.make(f"{family}{TOWER}", precision)
-    for kernels in (None, Kernels(110, "fp8"))[: 1 + (precision == "fp16")]:
+    for kernels in (None, Kernels(sm=110, codes="fp8"))[: 1 + (precision == "fp16")]:
         model = lowered(bundle, "model", tmp_path, is_draft=False, kernels=kernels)
         assert graph_io.IMAGE_EMBEDS in {value.name for value in model.graph.inputs}
         for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
@@ -134,7 +134,7 @@ def test_every_version_supports_decoders_with_images(bundles, tmp_path, family, 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["eagle_base", "draft"])
 def test_every_version_supports_edgellms_attention(bundles, tmp_path, kind, precision):
-    bundle, kernels = bundles.make(kind, precision), Kernels(110, "fp8")
+    bundle, kernels = bundles.make(kind, precision), Kernels(sm=110, codes="fp8")
     model = lowered(bundle, "model", tmp_path, is_draft=kind == "draft", kernels=kernels)
     for version in CHECKED[precision == "nvfp4" :]:  # of which 10.3 knows nothing
         adapt(model.clone(), version)

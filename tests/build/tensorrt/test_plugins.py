@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice, FakeEngine
-from node_stand_ins import stand_ins
+from node_stand_ins import stand_ins, vocabulary_stand_ins
 from plugin_stub import Node, bindings, plugin_package, sizes
 from portable import open_portable
 from tensorrt_bundles import TOWER, Bundles
@@ -44,6 +44,7 @@ from edgellm.core.manifest import LLM_BUNDLE, load_bundle
 from edgellm.core.model_spec import CacheRanges
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
 from edgellm.device_runtime.networks.decoder import DecoderNetwork
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.device_runtime.runners.tensorrt.runner import TensorRtRunner
@@ -72,7 +73,11 @@ def bundle(tmp_path_factory) -> Path:
 
 def lowered(bundle: Path, folder: Path, codes: str = "fp16", answers: int = 1) -> ir.Model:
     model, weights = ir.load(bundle / "model.onnx"), WeightFile(folder / "lowered.data")
-    lower(model, weights, HALF, CAPACITY, kernels=Kernels(110, codes, answers))
+    kernels, addressed = (
+        Kernels(sm=110, codes=codes, sequences=answers),
+        folder / f"lowered{ADDRESSED_SUFFIX}",
+    )
+    lower(model, weights, HALF, CAPACITY, kernels=kernels, addressed=addressed)
     weights.close()
     return model
 
@@ -128,7 +133,8 @@ def test_every_version_with_plugins_takes_the_graph(bundle, tmp_path):
         assert CACHE_TABLE in names
         assert not any("past" in name or "present" in name for name in names)
         assert not {n.op_type for n in adapted.graph} & {"Attention", "TensorScatter", "Where"}
-        assert sum(node.domain == NAMESPACE for node in adapted.graph) == 3 * 2
+        own = [node.op_type for node in adapted.graph if node.domain == NAMESPACE]
+        assert own == ["look_up_rows", *["store_rows", "attend", "finish"] * 2, "head_rows"]
     assert any("edgellm::attend" in fault for fault in check_graph(model, (10, 14)))
 
 
@@ -280,7 +286,9 @@ def test_networks_and_gpus_without_kernels_use_tensorrts_attention(bundle, tmp_p
 
 def test_batches_need_edgellms_kernels(bundle):
     for version in ("10.3.0", "11.4.1"):
-        assert planned(bundle, version, answers=4).kernels == Kernels(110, "fp16", 4)
+        assert planned(bundle, version, answers=4).kernels == Kernels(
+            sm=110, codes="fp16", sequences=4
+        )
     said = "--maxBatchSize 4 needs edgellm's kernels: "
     for kernels in ("auto", "edgellm"):
         with pytest.raises(EdgeLLMError, match=f"{said}plugins do not work in Ten") as caught:
@@ -303,12 +311,15 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, fa
     registered, build, size = [], builder.build, 128
     if family != "llama":
         size, bundle = 16, Bundles(tmp_path).make(f"{family}{TOWER}", "fp16")
+    manifest = load_bundle(bundle, LLM_BUNDLE)
+    spec = manifest.decoder
+    functions = stand_ins(6, size) + vocabulary_stand_ins(spec.hidden_size, spec.vocab_size)
     monkeypatch.setattr(cache_plan, "library_fault", lambda _: "")
     monkeypatch.setattr(builder, "register_plugins", lambda of: registered.append(of.label))
 
     def with_stand_ins(graph, *arguments, **options):
         model = ir.load(graph)
-        for function in stand_ins(6, size):
+        for function in functions:
             model.functions[function.identifier()] = function
         model.opset_imports[NAMESPACE] = 1
         ir.save(model, graph)
@@ -324,7 +335,6 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, fa
         options=TensorRtOptions(target_sm="120"),
         max_batch_size=4,
     )
-    manifest = load_bundle(bundle, LLM_BUNDLE)
     (tmp_path / "engine").mkdir()
     built = compile_bundle(bundle, manifest, plan, tmp_path / "engine", lambda _: None)
     assert [each.split()[0] for each in registered] == ["TensorRT-RTX"]

@@ -32,6 +32,8 @@ PLUGINS = {
     "expert_gates": ["HALF"],
     "expert_downs": ["HALF"],
     "sum_experts": ["HALF"],
+    "look_up_rows": ["HALF"],
+    "head_rows": ["FLOAT"],
 }
 NETWORKS = "qwen3_next", "granitemoehybrid"  # hybrids with experts: the delta rule, Mamba 2
 RTX_ONLY = "ComputeCapability", "num_compute_capabilities", "set_compute_capability"
@@ -90,7 +92,7 @@ def attributes_of_nodes(folder: Path) -> dict[str, list[str]]:
     for model_type in NETWORKS:
         bundle = two_layer_bundle(folder / model_type, model_type)
         target = folder / f"{model_type}.onnx"
-        lower_for_gpu(bundle / "model.onnx", target, kernels=Kernels(87, "fp16"))
+        lower_for_gpu(bundle / "model.onnx", target, kernels=Kernels(sm=87, codes="fp16"))
         for node in ir.load(target).graph:
             if node.domain == NAMESPACE:
                 found[node.op_type].append(node.attributes[GIVEN].as_string())

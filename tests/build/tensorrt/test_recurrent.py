@@ -11,7 +11,12 @@ from types import SimpleNamespace
 import onnx_ir as ir
 import pytest
 from lowered_engines import lower_for_gpu
-from node_stand_ins import expert_stand_ins, recurrent_stand_ins, stand_ins
+from node_stand_ins import (
+    expert_stand_ins,
+    recurrent_stand_ins,
+    stand_ins,
+    vocabulary_stand_ins,
+)
 from plugin_stub import Node, bindings, plugin_package, sizes
 from tensorrt_bundles import two_layer_bundle
 
@@ -31,7 +36,7 @@ from edgellm.core.errors import EdgeLLMError
 from edgellm.core.graph_roles import DECODER
 from edgellm.core.manifest import LLM_BUNDLE, LLM_ENGINE, load_bundle, load_engine
 from edgellm.device_runtime.kernels.triton import catalog, prebuilt
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN, NAMESPACE
 from edgellm.device_runtime.runners.tensorrt.library.trt_import import Library
 from edgellm.export import models
@@ -149,7 +154,7 @@ def test_tensorrt_rtx_compiles_it(bundle, tmp_path, model_type):
     assert [*engine.graphs] == [DECODER]
     assert [each.max_rows for each in engine.main_graphs] == [1, 8, 24]
     assert engine.options["kernels"] == "tensorrt"
-    assert [*(tmp_path / "engine").glob(f"*{EXPERTS_SUFFIX}")] == []
+    assert [*(tmp_path / "engine").glob(f"*{ADDRESSED_SUFFIX}")] == []
     report = json.loads((tmp_path / "engine" / "llm.layers.json").read_text())
     products = [
         sum("MatMul" in each["name"] for each in report["kernels"] if each["pass_index"] == index)
@@ -174,6 +179,7 @@ def test_the_graph_around_the_kernels_compiles(bundle, tmp_path, monkeypatch, mo
         bundle = two_layer_bundle(tmp_path, model_type)
     functions = stand_ins(config["num_attention_heads"], config.get("head_dim", 16))
     functions += recurrent_stand_ins()
+    functions += vocabulary_stand_ins(config["hidden_size"], config["vocab_size"])
     if "num_experts" in config:
         names = "hidden_size", "moe_intermediate_size", "num_experts_per_tok", "num_experts"
         functions += expert_stand_ins(*(config[name] for name in names))
@@ -213,7 +219,7 @@ def test_estimates_count_states(bundle, monkeypatch, tmp_path):
 def test_every_version_with_plugins_takes_the_graph(bundle, tmp_path):
     target = tmp_path / "lowered.onnx"
     for version in CHECKED:  # which holds it against the table
-        kernels = Kernels(110, "fp16")
+        kernels = Kernels(sm=110, codes="fp16")
         lower_for_gpu(bundle / "model.onnx", target, version=version, kernels=kernels)
     faults = check_graph(ir.load(target), (10, 14))
     assert any("edgellm::delta_rows" in fault for fault in faults)

@@ -100,7 +100,7 @@ class OnTensorRt:
         self.folder, graph = folder / "engine", folder / "decoder.onnx"
         built = build_engine("llm", bundle, self.folder, plan, "onnxruntime", lambda _: None)
         options = _edit_options(self.folder, max_loras=4)
-        kernels = Kernels(110, codes, answers) if codes else None
+        kernels = Kernels(sm=110, codes=codes, sequences=answers) if codes else None
         dtype = ir.DataType.FLOAT16 if codes else ir.DataType.FLOAT
         source = bundle / "model.onnx"
         lower_for_gpu(source, graph, 0, (11, 4), dtype, kernels, PLAN.kv_capacity, Places.of(plan))

@@ -23,6 +23,7 @@ from edgellm.device_runtime.kernels.triton.catalog import (
     attend,
     delta_rows,
     expert_downs,
+    head_rows,
     keep_rows,
     variants,
 )
@@ -96,8 +97,10 @@ def test_every_kernel_of_a_target_passes_its_gates(sm):
 def test_gpus_without_their_own_ptx():
     assert prebuilt.find(SMALLEST, 121).sm == 89  # Triton's sm_120a runs on no other
     assert prebuilt.find(SMALLEST, 103).sm == 89
-    with pytest.raises(EdgeLLMError, match=r"no kernels were compiled for compute capability 8\.6"):
+    said = r"no kernels were compiled for compute capability 8\.6"
+    with pytest.raises(EdgeLLMError, match=said) as caught:
         prebuilt.find(SMALLEST, 86)
+    assert caught.value.hint == "there are some for 8.7, 8.9, 9.0, 11.0, 12.0"
 
 
 def test_a_driver_that_is_too_old():
@@ -181,6 +184,15 @@ def test_experts_are_read_16_bytes_at_a_time():
     for text, faulty in ((WIDE * 4 + pair * 4, False), (WIDE * 4, True), (pair * 8, True)):
         ptx = Ptx(entry="expert_downs", text=text, version=85, target="sm_87", shared_bytes=0)
         assert bool(faults(variant, ptx, Assembled(128, 0))) == faulty
+
+
+def test_heads_are_read_16_bytes_at_a_time():
+    """Weights of 4 bits, and the inputs of few tokens, 8 at a time; the code has a step thrice."""
+    pair = WIDE.replace("0x10", "0x8")
+    for codes, text in (("fp16", WIDE * 18 + pair * 3), ("int4", WIDE * 8 + pair * 12)):
+        for added, faulty in ((text, False), (text + WIDE, True), (text[: -len(WIDE)], True)):
+            ptx = Ptx(entry="head_rows", text=added, version=85, target="sm_87", shared_bytes=0)
+            assert bool(faults(head_rows(codes), ptx, Assembled(128, 0))) == faulty
 
 
 def test_a_kernel_compiles_to_the_ptx_that_ships(tmp_path):

@@ -61,7 +61,7 @@ def folder(request, tmp_path_factory):
 def open_tensorrt(folder, plan=PLAN) -> DecoderNetwork:
     """Edgellm's kernels, on a fake GPU."""
     spec = with_kv_dtype(load_bundle(folder / "fp16", LLM_BUNDLE).spec, "float16")
-    graph, kernels = folder / "lowered.onnx", Kernels(110, "fp16", MOST)
+    graph, kernels = folder / "lowered.onnx", Kernels(sm=110, codes="fp16", sequences=MOST)
     lower_for_gpu(folder / "fp16" / "model.onnx", graph, kernels=kernels, capacity=CAPACITY)
     passes, device = base_passes(plan, is_causal=spec.min_chunk == 1), FakeDevice()
     runner = BatchRunner(

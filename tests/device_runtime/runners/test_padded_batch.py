@@ -73,7 +73,7 @@ def engine(request, tmp_path_factory):
         lower_for_gpu(
             folder / "bundle" / "model.onnx",
             folder / "engine" / LOWERED,
-            kernels=Kernels(110, "fp16", MOST),
+            kernels=Kernels(sm=110, codes="fp16", sequences=MOST),
             capacity=CAPACITY,
         )
     return folder / "engine"

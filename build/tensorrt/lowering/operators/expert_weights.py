@@ -16,7 +16,8 @@ import onnx_ir as ir
 from edgellm.build.lowering.experts import ExpertLayer, Stack
 from edgellm.build.lowering.graph import GraphEditor
 from edgellm.build.lowering.linears.weights import WeightPart
-from edgellm.build.tensorrt.lowering.expert_file import ExpertForm, middle_of, stored_stacks
+from edgellm.build.tensorrt.lowering.addressed_weights import middle_of
+from edgellm.build.tensorrt.lowering.kernel_experts import form_of, stored_stacks
 
 _F32 = ir.DataType.FLOAT
 _STORED = {"int4": ir.DataType.INT4, "int8": ir.DataType.INT8, "fp8": ir.DataType.FLOAT8E4M3FN}
@@ -42,7 +43,7 @@ class PlanForm:
     @classmethod
     def of(cls, *stacks: Stack) -> PlanForm:
         """The form that keeps values of projections, which are stored alike."""
-        form, width = ExpertForm.of(stacks[0]), sum(stack.shape[2] for stack in stacks)
+        form, width = form_of(stacks[0]), sum(stack.shape[2] for stack in stacks)
         codes = {"fp16": "float", "fp4": "int4"}.get(form.codes, form.codes)
         if codes == "int4" and width % 2:  # pairs of outputs share a byte
             codes = "int8"
@@ -66,7 +67,7 @@ def plan_bytes(layer: ExpertLayer, dtype: ir.DataType) -> int:
 
 def can_merge(one: Stack, other: Stack) -> bool:
     """Whether two projections of the same inputs are stored alike."""
-    forms = [ExpertForm.of(each) for each in (one, other)]
+    forms = [form_of(each) for each in (one, other)]
     return len({(form.codes, form.block) for form in forms}) == 1
 
 
@@ -109,7 +110,7 @@ def store_stacks(graph: GraphEditor, stacks: Sequence[Stack], dtype: ir.DataType
 
 def _needs_shifts(stack: Stack) -> bool:
     """Whether a projection of integer codes has shifts, or scales that are negative."""
-    if ExpertForm.of(stack).is_shifted:
+    if form_of(stack).is_shifted:
         return True
     parts = (stack.expert(index) for index in range(stack.shape[0]))
     return any(bool((part.scales() < 0).any()) for part in parts)

@@ -123,7 +123,8 @@ class CudaDevice:
         self._driver, self._graphs, self._gpu = driver, graphs, gpu
         self._context, self._thread = gpu.retain_primary_context(), _Thread()
         self._opener = threading.get_ident()
-        self._can_capture, self._is_capturing, self._is_closed = True, False, False
+        self._is_capturing, self._is_closed = False, False
+        self._refusals: set[str] = set()  # reasons for which work was not recorded, logged once
         self._unused: deque[Any] = deque()  # allocations and graphs to be freed
         try:
             with self.current():
@@ -359,14 +360,13 @@ class CudaDevice:
 
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """See `device.Device`."""
-        if not self._can_capture:
-            return enqueue
         try:
             with self.current(), self._recording():
                 return self._capture(enqueue)
         except (EdgeLLMError, self._driver.Error) as error:
-            self._can_capture = False
-            _log.warning("%s; passes are asked for piece by piece, which is slower", error)
+            if str(error) not in self._refusals:
+                self._refusals.add(str(error))
+                _log.warning("%s; such passes are enqueued piece by piece, which is slower", error)
             return enqueue
         finally:
             self._free_unused()

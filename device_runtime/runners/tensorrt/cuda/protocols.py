@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgellm.device_runtime.kernels.triton.catalog import Variant
 
 ALIGNMENT = 256  # bytes; of tensors on the device
-EXPERTS_SUFFIX = ".experts"  # of the file with an engine's experts, next to its plan
+ADDRESSED_SUFFIX = ".weights"  # of the file with weights by address, next to a plan
 
 
 class Buffer(Protocol):
@@ -180,7 +180,8 @@ class Device(Protocol):
     def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Record what `enqueue` asks for, as a CUDA graph; the result asks for all of it again.
 
-        What cannot be recorded is asked for piece by piece; the first time a warning is logged.
+        What cannot be recorded is asked for piece by piece, and its reason is logged once. Other
+        work is still recorded.
         """
         ...
 
@@ -219,8 +220,8 @@ class Context(Protocol):
         ...
 
 
-class Experts(Protocol):
-    """Weights of experts on the device."""
+class Weights(Protocol):
+    """Weights on the device that kernels know by address."""
 
     @property
     def addresses(self) -> Mapping[str, int]:
@@ -232,8 +233,8 @@ class CompiledEngine(Protocol):
     """A loaded engine; its weights lie on the device."""
 
     @property
-    def experts(self) -> Experts | None:
-        """Weights that it knows by address; None: it has no mixtures of experts."""
+    def weights(self) -> Weights | None:
+        """Weights that its kernels know by address; None: there are none."""
         ...
 
     @property

@@ -60,7 +60,7 @@ def _downs(_op: Any, _of: Shapes, given: Given) -> Launch:
 
 
 def _sizes(given: Given) -> tuple[Size, ...]:
-    return given["layer"], given["hidden"], given["inner"], given["block"]
+    return given["matrix"], given["hidden"], given["inner"], given["block"]
 
 
 def _summed(_op: Any, of: Shapes, given: Given) -> _Outputs:

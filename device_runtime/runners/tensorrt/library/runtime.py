@@ -14,8 +14,8 @@ from edgellm.core.errors import (
     EdgeLLMError,
 )
 from edgellm.core.graph_io import CACHE_TABLE
-from edgellm.device_runtime.runners.tensorrt.cuda.expert_weights import open_experts
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import Buffer, Device, TensorInfo
+from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import open_weights
 from edgellm.device_runtime.runners.tensorrt.library.log import LibraryLog
 from edgellm.device_runtime.runners.tensorrt.library.refit import refit
 from edgellm.device_runtime.runners.tensorrt.library.specialized_kernels import (
@@ -45,9 +45,9 @@ def load_engine(
         is_stripped: the plan has no weights; see `refit`.
 
     Raises:
-        BrokenArtifactError: the library refuses the file or its weights, or the file of its
-            experts is damaged.
-        LimitError: there is too little memory for the experts or to refit the plan.
+        BrokenArtifactError: the library refuses the file or its weights, or the file of weights
+            by address is damaged.
+        LimitError: there is too little memory for these weights or to refit the plan.
         EdgeLLMError: a cache is not updated in place.
     """
     log = LibraryLog(trt)
@@ -98,7 +98,7 @@ class LoadedEngine:
         kernels: SpecializedKernels | None = None,
         plan: Path | None = None,
     ) -> None:
-        """`plan`: the engine's file, next to that of its experts."""
+        """`plan`: the engine's file, next to that of its weights by address."""
         self._trt, self._engine, self._device, self._log = trt, engine, device, log
         self.kernels = kernels
         self._runtime = runtime  # lives as long as what it loaded
@@ -112,7 +112,7 @@ class LoadedEngine:
             )
             for name in names
         }
-        self.experts = None if plan is None else open_experts(self.tensors, device, plan)
+        self.weights = None if plan is None else open_weights(self.tensors, device, plan)
 
     @property
     def num_profiles(self) -> int:

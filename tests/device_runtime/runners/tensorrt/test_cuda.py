@@ -266,12 +266,12 @@ def test_what_cannot_be_recorded_runs_all_the_same(open_gpu, caplog, fails_at):
 
     def enqueue() -> None:
         asked.append(1)
-        if fails_at == "enqueue" and len(asked) == 1:
+        if fails_at == "enqueue" and device._is_capturing:
             raise EdgeLLMError("TensorRT does not run the pass")
-        if fails_at == "driver" and len(asked) == 1:
+        if fails_at == "driver" and device._is_capturing:
             raise device._driver.Error("cuLaunchKernel failed")
-        if fails_at == "wait" and len(asked) == 1:
-            device.synchronize()  # no driver allows it here
+        if fails_at == "wait":
+            device.synchronize()  # no driver allows it while a graph is recorded
 
     for _ in range(2):
         device.capture(enqueue)()
@@ -279,6 +279,26 @@ def test_what_cannot_be_recorded_runs_all_the_same(open_gpu, caplog, fails_at):
     assert "cuGraphLaunch" not in {name for name, _ in driver.calls}
     (record,) = caplog.records  # one warning
     assert "piece by piece" in record.message
+
+
+def test_a_pass_that_cannot_be_recorded_stops_no_others(open_gpu, caplog):
+    """Those of other engines, and other passes of the same engine; each reason is logged once."""
+    driver = FakeDriver()
+    device = open_gpu(driver)
+
+    def refused() -> None:
+        if device._is_capturing:
+            raise EdgeLLMError("TensorRT does not run the pass")
+
+    def other() -> None:
+        device.copy(0, 0, 16)
+
+    for _ in range(2):
+        assert device.capture(refused) is refused
+        device.capture(other)()
+    assert [name for name, _ in driver.calls].count("cuGraphLaunch") == 2
+    (record,) = caplog.records
+    assert "TensorRT does not run the pass; such passes are enqueued piece" in record.message
 
 
 def test_recorded_graphs_are_destroyed(open_gpu):

@@ -20,13 +20,13 @@ from lowered_engines import LoweredModel, open_with
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import hash_file
 from edgellm.core.errors import BrokenArtifactError, LimitError
-from edgellm.core.graph_io import EXPERT_TABLE
+from edgellm.core.graph_io import WEIGHT_TABLE
 from edgellm.core.manifest import FileRecord
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
 from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners import tensorrt
-from edgellm.device_runtime.runners.tensorrt.cuda import expert_weights
-from edgellm.device_runtime.runners.tensorrt.cuda.protocols import EXPERTS_SUFFIX
+from edgellm.device_runtime.runners.tensorrt.cuda import weight_table
+from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN
 from edgellm.export import models
 
@@ -120,7 +120,7 @@ def test_outputs_equal_the_cpu_engine(either, monkeypatch):
     """Requests of a batch, and speculation."""
     device = FakeDevice()
     open_with(monkeypatch, lambda *_: either.runners(device), either.manifest.max_batch_size)
-    prompts = [words(20, 21, 22, 20, 21, 22, 20), words(*range(30, 70)), words(40)]
+    prompts = [words(20, 21, 22, 20, 21, 22, 20), words(*range(20, 60)), words(40)]
     model = LLM(either.engine)
     found = [ask(model, prompt).token_ids for prompt in prompts]
     assert device.captures
@@ -139,10 +139,10 @@ def test_outputs_equal_the_cpu_engine(either, monkeypatch):
 
 def test_experts_are_in_their_file_only(mixture):
     graph = ir.load(mixture.graph).graph
-    assert EXPERT_TABLE in {value.name for value in graph.inputs}
+    assert WEIGHT_TABLE in {value.name for value in graph.inputs}
     gates = [node for node in graph if node.op_type == "expert_gates"]
     given = [json.loads(node.attributes[GIVEN].as_string()) for node in gates]
-    stored = mixture.graph.with_suffix(EXPERTS_SUFFIX).stat().st_size
+    stored = mixture.graph.with_suffix(ADDRESSED_SUFFIX).stat().st_size
     count = sum(each["experts"] * each["hidden"] * each["inner"] for each in given)
     largest = max(value.const_value.nbytes for value in graph.initializers.values())
     assert largest < stored
@@ -153,20 +153,20 @@ def test_experts_are_in_their_file_only(mixture):
 
 
 def test_a_damaged_file_is_rejected(mixture, monkeypatch):
-    path = mixture.graph.with_suffix(EXPERTS_SUFFIX)
+    path = mixture.graph.with_suffix(ADDRESSED_SUFFIX)
     whole = path.read_bytes()
     try:
         for damaged in (whole[:40], whole[: len(whole) // 3], b"\1" + whole[1:]):
             path.write_bytes(damaged)
-            with pytest.raises(BrokenArtifactError, match="does not hold the experts") as caught:
+            with pytest.raises(BrokenArtifactError, match="does not hold the weights") as caught:
                 mixture.open(FakeDevice())
             assert caught.value.hint == "build the engine again"
         path.unlink()
-        with pytest.raises(BrokenArtifactError, match="weights of experts cannot be read"):
+        with pytest.raises(BrokenArtifactError, match="weights cannot be read"):
             mixture.open(FakeDevice())
     finally:
         path.write_bytes(whole)
-    monkeypatch.setattr(expert_weights, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(weight_table, "_PIECE_BYTES", 4096)
     mixture.open(FakeDevice())  # in several pieces
     files = {path.name: FileRecord(*dataclasses.astuple(hash_file(path)))}
     engine = dataclasses.replace(mixture.manifest, files=files)

@@ -161,10 +161,10 @@ def test_nodes_compute_experts():
     half = lambda *shape: random.standard_normal(shape).astype(np.float16)  # noqa: E731
     ups, downs = half(experts, inner, hidden) / 8, half(experts, hidden, inner) / 8
     places = [value for each in (ups, ups, downs) for value in (each.ctypes.data, 0, 0, 0)]
-    table = np.array([experts, experts ^ MAGIC, *places])
+    table = np.array([3, 3 ^ MAGIC, *places])
     numbers = np.array([65504, 3e38, 0, 0], np.float32).view(np.int32).tolist()
     given = {"experts": experts, "top_k": 2, "hidden": hidden, "inner": inner, "capability": 87}
-    given |= {"layer": 0, "codes": "fp16", "block": 16, "gating_bits": numbers}
+    given |= {"matrix": 0, "codes": "fp16", "block": 16, "gating_bits": numbers}
     given |= {"steps": [0] * 6, "number_bits": np.array([1, 0, 0, 1], "f4").view("i4").tolist()}
     x, logits = half(1, ROWS, hidden), random.standard_normal((1, ROWS, experts)).astype(np.float32)
     ids, shares = machine.run("route_rows", logits, logits, logits, logits, given=given)
@@ -173,6 +173,7 @@ def test_nodes_compute_experts():
     np.testing.assert_allclose(shares, -np.sort(-softmax)[:, :, :2], atol=1e-3)
     order, begins = machine.run("group_rows", ids, given=given)
     (gated,) = machine.run("expert_gates", x, order, begins, table, given=given)
+    given["matrix"] = 2
     (parts,) = machine.run("expert_downs", gated, shares, order, begins, table, given=given)
     (y,) = machine.run("sum_experts", parts, given=given)
     for row in range(ROWS):
@@ -180,6 +181,21 @@ def test_nodes_compute_experts():
             downs[at] @ np.maximum(ups[at] @ x[0, row].astype(float), 0) ** 2 for at in ids[0, row]
         ]
         np.testing.assert_allclose(y[0, row], shares[0, row] @ np.array(rows), atol=0.02)
+
+
+def test_nodes_look_up_embeddings_and_compute_a_head():
+    """Both of one matrix."""
+    random, machine, vocab, hidden = np.random.default_rng(0), Machine(), 21, 32
+    weights = random.standard_normal((vocab, hidden)).astype(np.float16)
+    table = np.array([1, 1 ^ MAGIC, weights.ctypes.data, 0, 0, 0])
+    given = {"matrix": 0, "vocab": vocab, "hidden": hidden, "codes": "fp16", "block": hidden}
+    given["capability"] = 87
+    ids = random.integers(0, vocab, (1, ROWS))
+    (rows,) = machine.run("look_up_rows", ids, table, given=given)
+    np.testing.assert_array_equal(rows, weights[ids])
+    (logits,) = machine.run("head_rows", rows, table, given=given)
+    assert logits.dtype == np.float32
+    np.testing.assert_allclose(logits, rows.astype(float) @ weights.T.astype(float), rtol=1e-5)
 
 
 def test_each_layer_keeps_its_own_attribute_in_a_plan():
