@@ -20,7 +20,8 @@ from edgellm.device_runtime.kernels.packed_layout import (
 )
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_CACHES = {"float32": 0, "float16": 1, "int8": 2, "uint8": 3}  # uint8: rows of 4 bits
+# uint8: rows of 4 bits
+_CACHES = {"float32": 0, "float16": 1, "int8": 2, "uint8": 3, "bfloat16": 4}
 
 
 class _Product(ctypes.Structure):
