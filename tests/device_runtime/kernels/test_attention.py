@@ -150,7 +150,8 @@ def exact(
             weights = np.exp(scores - top)
             total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - top))
             if rounded:  # keys are counted without siblings, those before a window too
-                chunk = (np.arange(len(seen)) + len(np.flatnonzero(mask[row])) + first - len(seen)) // CHUNK
+                end = first + np.count_nonzero(mask[row])
+                chunk = np.arange(end - len(seen), end) // CHUNK
                 tops = np.array([scores[chunk == each].max() for each in chunk])
                 weights = as_bfloat(np.exp(scores - tops)) * np.exp(tops - top)
             y[row, head] = weights @ values / total
