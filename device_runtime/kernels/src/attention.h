@@ -13,8 +13,9 @@
 namespace edgellm {
 namespace {
 
-// Scores become exponentials below the largest; their sum has lanes by place in the chunk.
-template <class Isa>
+// Scores become weights, exponentials below the largest: floats, or bfloat16 that begins where the scores begin. Those
+// outside of the query's keys are zero in whole strips. The sum of floats has lanes by place in the chunk.
+template <class Isa, class E>
 void weigh(Query& query, int64_t base) {
   const int64_t first = query.first - base, end = query.end - base;
   const int64_t begin = first / kStrip * kStrip, stop = (end + kStrip - 1) / kStrip * kStrip;
@@ -24,11 +25,20 @@ void weigh(Query& query, int64_t base) {
   for (int64_t i = end; i < stop; i++) s[i] = kNothing;
   for (int64_t i = begin; i < stop; i += kStrip) largest = Isa::max(largest, Isa::load(s + i));
   query.top = Isa::largest(largest);
-  for (int64_t i = begin; i < stop; i += kStrip)
-    Isa::store(s + i, exp<Isa>(Isa::sub(Isa::load(s + i), Isa::set(query.top))));
-  for (int64_t i = begin; i < first; i++) s[i] = 0;
-  for (int64_t i = end; i < stop; i++) s[i] = 0;
-  for (int64_t i = begin; i < stop; i += kStrip) total = Isa::add(total, Isa::load(s + i));
+  for (int64_t i = begin; i < stop; i += kStrip) {
+    F<Isa> weights = exp<Isa>(Isa::sub(Isa::load(s + i), Isa::set(query.top)));
+    if (i < first || i + kStrip > end) {
+      Isa::store(s + i, weights);
+      for (int64_t key = i; key < first; key++) s[key] = 0;
+      for (int64_t key = end; key < i + kStrip; key++) s[key] = 0;
+      weights = Isa::load(s + i);
+    }
+    total = Isa::add(total, weights);
+    if constexpr (std::is_same_v<E, BFloat16>)
+      Isa::store_bfloat(reinterpret_cast<uint16_t*>(s) + i, weights);
+    else
+      Isa::store(s + i, weights);
+  }
   query.total = Isa::sum(total);
 }
 
@@ -166,10 +176,7 @@ struct Tile {
       Query* own = queries + r * group;
       score_slots<E>(a, kv_head, base, own);
       if (own->first < own->end)
-        for (int i = 0; i < group; i++) {
-          weigh<Isa>(own[i], base);
-          if constexpr (std::is_same_v<E, BFloat16>) round_weights<Isa>(own[i], base);
-        }
+        for (int i = 0; i < group; i++) weigh<Isa, E>(own[i], base);
       add_keys(a, kv_head, chunk, own, own->first, is_shared ? last_first : own->end);
     }
     if (!is_shared) return;

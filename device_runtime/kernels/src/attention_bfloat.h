@@ -19,14 +19,6 @@ EDGELLM_INLINE const int32_t* query_pairs(const Query& query, int64_t dim) {
   return reinterpret_cast<const int32_t*>(query.q + dim);
 }
 
-// Rounds the weights [first, end) of a chunk in place; those that share a pair with them are zero.
-template <class Isa>
-void round_weights(Query& query, int64_t base) {
-  auto* const pairs = reinterpret_cast<uint16_t*>(query.scores);
-  for (int64_t i = (query.first - base) / kStrip * kStrip; i < query.end - base; i += kStrip)
-    Isa::store_bfloat(pairs + i, Isa::load(query.scores + i));
-}
-
 // ---------------------------------------------------------------------------------------- scores
 // Up to `count` numbers of a row from `at` on; zeros follow its `size`.
 template <class V>
@@ -51,11 +43,19 @@ void turn_pairs(const BFloat16* rows, int64_t count, int64_t size, int64_t dim, 
       fetch(ahead + i * size, size);
     for (int key = 0; key < kStrip; key += kLanes) {
       Floats block[kLanes];
-      for (int i = 0; i < kLanes; i++)
-        block[i] = read_bfloats<Floats>(rows + least(key + i, count - 1) * size, d, size);
-      Isa::transpose(block);
-      const int64_t pairs = least(kLanes, (dim - d) / 2);
-      for (int64_t i = 0; i < pairs; i++) Isa::write(turned + (d / 2 + i) * kStrip + key, block[i]);
+      const auto place = [&](int i) { return rows + least(key + i, count - 1) * size; };
+      int32_t* const out = turned + d / 2 * kStrip + key;
+      if (d + 2 * kLanes <= size) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) block[i] = Isa::template read<Floats>(place(i) + d);
+        Isa::transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; i++) Isa::write(out + i * kStrip, block[i]);
+      } else {
+        for (int i = 0; i < kLanes; i++) block[i] = read_bfloats<Floats>(place(i), d, size);
+        Isa::transpose(block);
+        for (int64_t i = 0; i < least(kLanes, (dim - d) / 2); i++) Isa::write(out + i * kStrip, block[i]);
+      }
     }
   }
 }

@@ -233,9 +233,12 @@ struct Chunk {
   }
   // Of keys from the even `key` to `end` in a strip.
   void pair_strip(int64_t key, int64_t end, int32_t* out) const {
-    for (; key < least(end, count); key += 2, out += values.dim)
-      pair_rows<Isa>(values.row(key), key + 1 < count ? values.row(key + 1) : nullptr, values.stride, values.dim, out,
-                     ahead(key, values, keys));
+    const int64_t some = least(end, count) - key, size = values.stride;
+    const BFloat16 *rows = values.row(key), *next = ahead(key, values, keys);
+    for (int64_t i = 0; i < some; i += 2, rows += 2 * size, out += values.dim) {
+      const bool is_whole = key + i + 1 < count;
+      pair_rows<Isa>(rows, is_whole ? rows + size : nullptr, size, values.dim, out, next ? next + i * size : nullptr);
+    }
   }
   // What is read two strips later: after these rows the first of `others`.
   const BFloat16* ahead(int64_t key, const Slots<Isa, E>& rows, const Slots<Isa, E>& others) const {
