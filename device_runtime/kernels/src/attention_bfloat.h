@@ -1,6 +1,7 @@
 // Attention to rows of bfloat16, by products of pairs: of numbers 2i and 2i + 1 of a key, of values of keys 2i and 2i + 1.
 //
-// Queries and weights are rounded to bfloat16, sums are floats. `dot_pairs` adds the odd product of a pair first.
+// Queries and weights are rounded to bfloat16, sums are floats. `dot_pairs` adds the odd product of a pair first. x86's
+// instruction has the same bits, but for numbers below 2^-126, which it takes as zeros.
 #pragma once
 
 #include "attention_query.h"
@@ -13,10 +14,12 @@ namespace {
 
 constexpr int kFewQueries = 16;  // for which a strip of keys is turned when it is scored
 
-// ---------------------------------------------------------------------------------------- queries
-// See `round_query`.
-EDGELLM_INLINE const int32_t* query_pairs(const Query& query, int64_t dim) {
-  return reinterpret_cast<const int32_t*>(query.q + dim);
+// A pair in all lanes.
+template <class Isa>
+EDGELLM_INLINE typename Isa::Ints pair_of(const void* pairs, int64_t at) {
+  int32_t pair;
+  __builtin_memcpy(&pair, static_cast<const char*>(pairs) + at * sizeof pair, sizeof pair);
+  return pair + typename Isa::Ints{};
 }
 
 // ---------------------------------------------------------------------------------------- scores
@@ -67,8 +70,8 @@ void score_pairs(const Query* queries, const int32_t* turned, int64_t dim, int64
   using Ints = typename Isa::Ints;
   Floats sums[Q][R] = {};
   const int64_t strip = kStrip * dim / 2;
-  const int32_t* pairs[Q];
-  for (int q = 0; q < Q; q++) pairs[q] = query_pairs(queries[q], dim);
+  const float* pairs[Q];  // see `round_query`
+  for (int q = 0; q < Q; q++) pairs[q] = queries[q].q + dim;
   for (int64_t pair = 0; pair < dim / 2; pair++) {
     Ints keys[R];
 #pragma GCC unroll 16
@@ -78,7 +81,7 @@ void score_pairs(const Query* queries, const int32_t* turned, int64_t dim, int64
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; q++) {
-      const Ints query = pairs[q][pair] + Ints{};
+      const Ints query = pair_of<Isa>(pairs[q], pair);
 #pragma GCC unroll 16
       for (int i = 0; i < R; i++) sums[q][i] = Isa::dot_pairs(sums[q][i], keys[i], query);
     }
@@ -122,10 +125,10 @@ void add_pair_tile(const Query* queries, const int32_t* values, int64_t dim, int
   using Floats = typename Isa::Floats;
   using Ints = typename Isa::Ints;
   Floats sums[Q][V];
-  const int32_t* weights[Q];
+  const float* weights[Q];  // see `weigh`
 #pragma GCC unroll 8
   for (int q = 0; q < Q; q++) {
-    weights[q] = reinterpret_cast<const int32_t*>(queries[q].scores) + at;
+    weights[q] = queries[q].scores + at;
 #pragma GCC unroll 8
     for (int i = 0; i < V; i++) sums[q][i] = Isa::template read<Floats>(queries[q].values + d + i * Isa::kLanes);
   }
@@ -138,7 +141,7 @@ void add_pair_tile(const Query* queries, const int32_t* values, int64_t dim, int
     }
 #pragma GCC unroll 8
     for (int q = 0; q < Q; q++) {
-      const Ints weight = weights[q][pair] + Ints{};
+      const Ints weight = pair_of<Isa>(weights[q], pair);
 #pragma GCC unroll 8
       for (int i = 0; i < V; i++) sums[q][i] = Isa::dot_pairs(sums[q][i], own[i], weight);
     }

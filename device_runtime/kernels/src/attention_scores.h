@@ -229,21 +229,21 @@ struct Chunk {
   float* strip(int64_t key) const { return turned + key / kStrip * int4_strip_floats(keys.dim); }
   int32_t* turned_pairs(int64_t key) const { return reinterpret_cast<int32_t*>(turned) + key * keys.dim / 2; }
   void turn_strip(int64_t key, int32_t* out) const {
-    turn_pairs<Isa>(keys.row(key), count - key, keys.stride, keys.dim, out, ahead(key, keys, values));
+    turn_pairs<Isa>(keys.row(key), count - key, keys.stride, keys.dim, out, ahead(key, keys, &values));
   }
   // Of keys from the even `key` to `end` in a strip.
   void pair_strip(int64_t key, int64_t end, int32_t* out) const {
     const int64_t some = least(end, count) - key, size = values.stride;
-    const BFloat16 *rows = values.row(key), *next = ahead(key, values, keys);
+    const BFloat16 *rows = values.row(key), *next = ahead(key, values);
     for (int64_t i = 0; i < some; i += 2, rows += 2 * size, out += values.dim) {
       const bool is_whole = key + i + 1 < count;
       pair_rows<Isa>(rows, is_whole ? rows + size : nullptr, size, values.dim, out, next ? next + i * size : nullptr);
     }
   }
-  // What is read two strips later: after these rows the first of `others`.
-  const BFloat16* ahead(int64_t key, const Slots<Isa, E>& rows, const Slots<Isa, E>& others) const {
-    const int64_t later = key + 2 * kStrip, end = (count + kStrip - 1) / kStrip * kStrip;
-    return later < end ? rows.row(later) : others.row(first + later - end);
+  // What is read two strips later, where `others` follow these rows; nullptr: it is not known.
+  const BFloat16* ahead(int64_t key, const Slots<Isa, E>& rows, const Slots<Isa, E>* others = nullptr) const {
+    const int64_t later = key + 2 * kStrip, end = strips_end(base + count);
+    return later < end ? rows.row(later) : others ? others->row(first + later - end) : nullptr;
   }
   int64_t strips_end(int64_t to) const { return (to - base + kStrip - 1) / kStrip * kStrip; }
 };
