@@ -337,7 +337,7 @@ def show_caches(given: argparse.Namespace, report: Report) -> None:
     windows = _windows(given)
     references: list[np.ndarray] = []
     rows = []
-    for cache in ("float16", "int4"):
+    for cache in ("float16", "bfloat16", "int4"):
         plan = plan_of(given.threads, "none", "edgellm", kv_capacity=given.window + PIECE)
         name = f"fp32-{cache}-{given.threads}-{given.window}"
         folder = checkpoints.smollm2_folder(given.work, "fp32")

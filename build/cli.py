@@ -285,7 +285,11 @@ def _check_words(prefill: str, kernels: str, quantize: str, kv_cache: str) -> No
         ("--prefill", prefill, ("auto", "same", "int8")),
         ("--kernels", kernels, ("auto", "edgellm", "onnxruntime", "tensorrt")),
         ("--quantize", quantize, ("auto", "none", "int8", "int4")),
-        ("--kvCache", kv_cache, ("auto", "float", "float16", "int8", "int4", "fp8")),
+        (
+            "--kvCache",
+            kv_cache,
+            ("auto", "float", "float16", "bfloat16", "int8", "int4", "fp8"),
+        ),
     ):
         _check_choice(flag, value, *allowed)
 

@@ -124,9 +124,11 @@ KvCache = Annotated[
     typer.Option(
         "--kvCache",
         help="Choose the type of the KV cache: float (as attention computes), float16 (CPU), "
-        "int8, int4 (CPU), fp8 (tensorrt) or auto. int4 has the last 128 positions in float16, "
+        "bfloat16 (CPU), int8, int4 (CPU), fp8 (tensorrt) or auto. bfloat16 rounds queries and "
+        "weights of attention, too. int4 has the last 128 positions in float16, "
         "and earlier ones in 4 bits with a scale for each 32 numbers. auto takes the "
-        "checkpoint's calibrated type, else float16 on a CPU with integer weights.",
+        "checkpoint's calibrated type; else, on a CPU with integer weights, bfloat16 if the "
+        "processor multiplies it, or float16.",
         rich_help_panel="Model",
     ),
 ]

@@ -48,7 +48,7 @@ class Plan:
     threads: int = 0  # 0 takes all cores
     prefill: str = "auto"  # "same" or "int8": precision of quantized engines for prompts and trees
     quantize: str = "auto"  # of float weights: "none", "int8", "int4"; "auto": integers for drafts
-    kv_cache: str = "auto"  # "float", "float16", "int8", "int4", "fp8"; "auto": by the bundle
+    kv_cache: str = "auto"  # see `--kvCache`; "auto": by the bundle and the processor
     is_eagle_base: bool = False  # the bundle must output hidden taps for a draft
     max_verify_tree_size: int = 0  # nodes of a token tree; 0: plain decoding
     max_draft_tree_size: int = 0  # nodes drafted in a round; of draft engines

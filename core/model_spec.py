@@ -9,6 +9,7 @@ POOLER_FILE = "pooler.safetensors"  # of bundles and engines: weights of `Pooler
 # Cache type: codes with one fp16 scale for each block of a rotated head. Pages have bytes. A token
 # attends to the last positions, its own included, in fp16; further layers of the pages have them.
 INT4, INT4_BLOCK, INT4_RECENT = "int4", 32, 128
+BFLOAT16 = "bfloat16"  # cache type on CPUs, whose attention rounds queries and weights, too
 ROW_CODES = ("int8_rows", "fp8_rows")  # cache types with one fp16 scale for each row
 # Tokens before the window that stay cached: a later prompt may diverge this far back.
 SPARE_ROWS = 64
@@ -52,7 +53,7 @@ class KVCacheSpec:
     @property
     def array_dtype(self) -> str:
         """NumPy's type of the arrays that hold the cache."""
-        return "uint8" if self.dtype == INT4 else self.dtype
+        return {INT4: "uint8", BFLOAT16: "uint16"}.get(self.dtype, self.dtype)
 
     def array_heads(self, layer: int) -> tuple[int, int]:
         """KV heads of a layer, and the elements that a position of a head takes in an array."""
@@ -65,7 +66,7 @@ class KVCacheSpec:
     def layer_bytes(self, layer: int) -> int:
         """Bytes of keys and values of one token in a layer."""
         num_kv_heads, elements = self.array_heads(layer)
-        itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
+        itemsize = {"float32": 4, "float16": 2, BFLOAT16: 2}.get(self.dtype, 1)
         scale_bytes = 2 if self.dtype in ROW_CODES else 0
         return 2 * num_kv_heads * (elements * itemsize + scale_bytes)
 

@@ -38,11 +38,12 @@ from edgellm.core.errors import (
 )
 from edgellm.core.graph_roles import COMMIT, DECODER, ENCODER, HEADS, ROLES
 from edgellm.core.manifest import Bundle, GraphSpec, with_kv_dtype
-from edgellm.core.model_spec import INT4, DraftSpec, KVCacheSpec
+from edgellm.core.model_spec import BFLOAT16, INT4, DraftSpec, KVCacheSpec
 from edgellm.core.resources import trim
 from edgellm.device_runtime.adapted_layers import MAX_LORA_RANK
 from edgellm.device_runtime.kernels.packed_layout import VERSION
 from edgellm.device_runtime.runners.onnxruntime_cpu import EDGELLM, KERNELS, LAYOUT, LOOKUPS
+from edgellm.device_runtime.runners.onnxruntime_cpu.processor import has_bfloat_products
 from edgellm.device_runtime.runners.onnxruntime_cpu.runner import (
     LoadedGraph,
     OnnxRuntimeRunner,
@@ -187,11 +188,11 @@ def _require_head_dim(size: int, *, is_own: bool) -> None:
 def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -> str:
     """The CPU computes in float32, and may keep rows in less; it does where it rounds inputs, too.
 
-    `wanted`: by `--kvCache`. `has_halves`: what "auto" means without measured ranges.
+    `wanted`: by `--kvCache`. `has_halves`: whether "auto" is 16 bits without measured ranges.
     """
     if wanted == "fp8":
         raise EdgeLLMError("--kvCache fp8 is for --backend tensorrt", hint="leave it out")
-    if wanted in ("float16", INT4) and not is_own:
+    if wanted in ("float16", BFLOAT16, INT4) and not is_own:
         raise EdgeLLMError(
             f"--kvCache {wanted}: ONNX Runtime's operators keep float32 or int8",
             hint="leave out --kernels and --prefill; edgellm's kernels need a C++ compiler or its "
@@ -204,7 +205,9 @@ def _rows_type(spec: KVCacheSpec, wanted: str, is_own: bool, has_halves: bool) -
         )
     if wanted == "auto":
         is_measured = spec.ranges is not None and spec.ranges.calibrated_for == "int8"
-        return "int8" if is_measured else "float16" if has_halves else "float32"
+        if is_measured or not has_halves:
+            return "int8" if is_measured else "float32"
+        return BFLOAT16 if has_bfloat_products() else "float16"
     return "float32" if wanted == "float" else wanted
 
 

@@ -232,7 +232,7 @@ def _short(dtype: ir.DataType) -> str:
 
 def _cache(bundle: Bundle, plan: Plan) -> KVCacheSpec | None:
     """The cache in the activations' type; raises `EdgeLLMError` for other types."""
-    if plan.kv_cache in ("float16", "int8", "int4", "fp8"):
+    if plan.kv_cache not in ("auto", "float"):
         raise EdgeLLMError(
             f"--kvCache {plan.kv_cache} is not for ONNX Runtime on CUDA: its cache has the "
             "activations' type",

@@ -16,13 +16,18 @@ from edgellm.build.lowering.linears.groups import Rounding, RoundingKernel
 from edgellm.build.lowering.linears.weights import LinearWeight
 from edgellm.build.verify.streamed_eval import CUT
 from edgellm.core import graph_io
-from edgellm.core.model_spec import INT4, KVCacheSpec
+from edgellm.core.model_spec import BFLOAT16, INT4, KVCacheSpec
 
 # Nodes that decode a weight; Gather looks up codes in a table of values.
 _DECODING = (
     "Cast", "CastLike", "Transpose", "DequantizeLinear", "Reshape", "Mul", "Add", "Concat",
     "Unsqueeze", "Gather", "BitwiseAnd", "BitwiseOr", "BitShift", "Sub",
 )  # fmt: skip
+_HALVES = {
+    "float16": ir.DataType.FLOAT16,
+    INT4: ir.DataType.FLOAT16,  # of the last rows
+    BFLOAT16: ir.DataType.BFLOAT16,
+}
 _CODES = {"Gather": 1}  # index of the codes' input if it is not the first
 _SHIFTS = 1024  # layers share one error table, shifted by up to this many columns
 
@@ -213,11 +218,13 @@ def narrows(cache: KVCacheSpec | None, engine: Rounds) -> bool:
     """Whether the KV cache has a lower precision than the engine computes in."""
     if cache is None:
         return False
-    return cache.dtype == "int8" or (cache.dtype in ("float16", INT4) and not engine.halves)
+    if cache.dtype in ("float16", INT4):
+        return not engine.halves
+    return cache.dtype in ("int8", BFLOAT16)
 
 
 def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
-    """Round keys and values to float16 or int8 before they are cached; int8 with a scale each.
+    """Round keys and values before they are cached; those of int8 have a scale each.
 
     Rows of a check are fewer than INT4_RECENT, which a cache of 4 bits has in float16.
     """
@@ -226,8 +233,8 @@ def round_cached_rows(graph: GraphEditor, cache: KVCacheSpec) -> None:
             continue
         graph.cursor = node
         rows = graph.node("Cast", [node.inputs[1]], to=int(ir.DataType.FLOAT))
-        if cache.dtype in ("float16", INT4):
-            held = graph.node("Cast", [rows], to=int(ir.DataType.FLOAT16))
+        if cache.dtype in _HALVES:
+            held = graph.node("Cast", [rows], to=int(_HALVES[cache.dtype]))
         else:
             held = _in_steps(graph, rows, str(node.inputs[0].name), cache)
         node.replace_input_with(1, graph.node("CastLike", [held, node.inputs[0]]))

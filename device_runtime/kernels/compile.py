@@ -39,7 +39,8 @@ _UNITS = {
         "avx2": _AVX2,
         "avx_vnni": (*_AVX2, "-mavxvnni"),
         "avx512_vnni": _AVX512,
-        "amx": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+        "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+        "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8"),
     },
     "aarch64": {
         "neon_dotprod": ("-march=armv8.2-a+dotprod+fp16",),

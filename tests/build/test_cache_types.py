@@ -51,16 +51,29 @@ def _export(checkpoint, bundle) -> Bundle:
     return export_llm(open_checkpoint(str(checkpoint)), bundle, ExportOptions(dtype="fp32"))
 
 
-def _reference(checkpoint, ids, monkeypatch) -> np.ndarray:
-    """Logits of transformers whose attention sees int8 keys and values, these after the rope."""
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+_PLAIN = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def rounded(module, query, key, value, *args, **kwargs):
-        key = (key / KEY).round().clamp(-128, 127) * KEY
-        value = (value / VALUE).round().clamp(-128, 127) * VALUE
-        return plain(module, query, key, value, *args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", rounded)
+def _with_int8_rows(module, query, key, value, *args, **kwargs):
+    key = (key / KEY).round().clamp(-128, 127) * KEY
+    value = (value / VALUE).round().clamp(-128, 127) * VALUE
+    return _PLAIN(module, query, key, value, *args, **kwargs)
+
+
+def _with_bfloat16(_module, query, key, value, *_args, **_kwargs):
+    """Causal attention of rounded rows, whose weights are rounded below the largest."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.bfloat16().float().repeat_interleave(groups, 1) for x in (key, value))
+    scores = (query * query.shape[-1] ** -0.5).bfloat16().float() @ key.transpose(2, 3)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    mixed = weights.bfloat16().float() @ value / weights.sum(-1, keepdim=True)
+    return mixed.transpose(1, 2), None
+
+
+def _reference(checkpoint, ids, monkeypatch, attend) -> np.ndarray:
+    """Logits of transformers with this attention; keys reach it after the rope."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
     return _logits(checkpoint, ids)
 
 
@@ -74,7 +87,6 @@ def _logits(checkpoint, ids) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_an_int8_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypatch):
-    """Prefill, single tokens, and a tree whose second branch is accepted."""
     checkpoint = _checkpoint(tmp_path / "checkpoint", kind)
     manifest = _export(checkpoint, tmp_path / "bundle")
     ranges = manifest.decoder.kv.ranges
@@ -89,7 +101,31 @@ def test_an_int8_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypat
     session = open_decoder(tmp_path / "engine", engine)
     ids = np.random.default_rng(0).integers(0, 90, 16)
     (tmp_path / "checkpoint" / "hf_quant_config.json").unlink()  # not for transformers
-    expected = _reference(checkpoint, ids, monkeypatch)
+    expected = _reference(checkpoint, ids, monkeypatch, _with_int8_rows)
+    found = _through_compaction(session, ids)
+    np.testing.assert_allclose(found, expected, atol=2e-2)  # a code may fall the other way
+    assert np.median(np.abs(found - expected)) < 1e-4
+    assert session.kv.read(15).dtype == np.int8
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_bfloat16_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "checkpoint", **models.find(kind).TINY)
+    _export(tmp_path / "checkpoint", tmp_path / "bundle")
+    plan = Plan(max_input_len=32, kv_capacity=48, threads=1, quantize="none", kv_cache="bfloat16")
+    build_engine(
+        "llm", tmp_path / "bundle", tmp_path / "engine", plan, "onnxruntime", lambda _: None
+    )
+    session = open_decoder(tmp_path / "engine", load_engine(tmp_path / "engine", LLM_ENGINE))
+    ids = np.random.default_rng(0).integers(0, 90, 16)
+    expected = _reference(tmp_path / "checkpoint", ids, monkeypatch, _with_bfloat16)
+    found = _through_compaction(session, ids)
+    np.testing.assert_allclose(found, expected, atol=2e-2)  # a number may be rounded the other way
+    assert np.median(np.abs(found - expected)) < 1e-4
+
+
+def _through_compaction(session, ids) -> np.ndarray:
+    """Logits of 16 tokens: a prefill, single tokens, and a tree whose second branch is accepted."""
     first = session.run(ids[:9], 0, np.arange(9)).logits.copy()
     next_rows = [
         session.run(ids[at : at + 1], at, np.array([0])).logits[0].copy() for at in range(9, 12)
@@ -102,23 +138,21 @@ def test_an_int8_cache_keeps_logits_through_compaction(kind, tmp_path, monkeypat
         np.array([5, *ids[12:]]), 12, np.arange(5), position_ids=places, tree_mask=mask
     ).logits.copy()
     found = np.concatenate([first, next_rows, tree[1:]])
-    np.testing.assert_allclose(found, expected, atol=2e-2)  # a code may fall the other way
-    assert np.median(np.abs(found - expected)) < 1e-4
     session.kv.compact(12, np.array([1, 2, 3]))
     again = session.run(ids[15:], 15, np.array([0])).logits[0].copy()
     np.testing.assert_allclose(again, tree[4], atol=1e-4)
     saved = session.kv.read(15)
-    assert saved.dtype == np.int8
     session.run(ids[::-1], 0, np.array([0]))
     session.kv.write(saved)
     np.testing.assert_array_equal(session.run(ids[15:], 15, np.array([0])).logits[0], again)
+    return found
 
 
 def test_kv_cache_flag_overrides_the_automatic_type(tmp_path):
     """FP8 scales make an int8 cache only if asked, rounded weights one of halves by themselves."""
     _export(_checkpoint(tmp_path / "checkpoint", "llama", algorithm="FP8"), tmp_path / "bundle")
     sizes = {}
-    for wanted in ("auto", "float", "float16", "int8"):
+    for wanted in ("auto", "float", "float16", "bfloat16", "int8"):
         plan = Plan(
             max_input_len=32,
             kv_capacity=48,
@@ -131,11 +165,12 @@ def test_kv_cache_flag_overrides_the_automatic_type(tmp_path):
         build_engine("llm", tmp_path / "bundle", engine, plan, "onnxruntime", lambda _: None)
         sizes[wanted] = load_engine(engine, LLM_ENGINE).decoder.kv.bytes_per_token
     assert sizes["auto"] == sizes["float"] == 2 * sizes["float16"] == 4 * sizes["int8"]
-    for wanted in ("float16", "int8"):
+    assert sizes["bfloat16"] == sizes["float16"]
+    for wanted, stored in (("float16", "FLOAT16"), ("bfloat16", "UINT16"), ("int8", "INT8")):
         model = onnx.load(tmp_path / wanted / "decode.onnx", load_external_data=False)
         past = [value for value in model.graph.input if value.name.startswith("past_key_values.")]
         (held,) = {value.type.tensor_type.elem_type for value in past}
-        assert held == getattr(onnx.TensorProto, wanted.upper())
+        assert held == getattr(onnx.TensorProto, stored)
     bundle = load_bundle(tmp_path / "bundle", LLM_BUNDLE)
     halves, floats = (
         estimate(
@@ -165,8 +200,10 @@ def test_int8_needs_calibrated_ranges(command_here, tiny_bundle, tmp_path):
         "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
         "--kvCache", "int3",
     )  # fmt: skip
-    assert_one_line_error(result, "--kvCache int3: give auto, float, float16, int8, int4 or fp8")
-    for wanted in ("float16", "int4"):
+    assert_one_line_error(
+        result, "--kvCache int3: give auto, float, float16, bfloat16, int8, int4 or fp8"
+    )
+    for wanted in ("float16", "bfloat16", "int4"):
         result = command_here(
             "llm_build", "--onnxDir", tiny_bundle, "--engineDir", tmp_path / "engine",
             "--maxInputLen", 32, "--maxKVCacheCapacity", 48, "--kvCache", wanted,

@@ -20,7 +20,8 @@ from edgellm.device_runtime.kernels.packed_layout import (
 )
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_CACHES = {"float32": 0, "float16": 1, "int8": 2, "uint8": 3}  # uint8: rows of 4 bits
+# uint8: rows of 4 bits; uint16: bits of bfloat16
+_CACHES = {"float32": 0, "float16": 1, "int8": 2, "uint8": 3, "bfloat16": 4, "uint16": 4}
 
 
 class _Product(ctypes.Structure):
@@ -256,7 +257,7 @@ class Rows:
 
 
 RECENT = 128  # positions that a row of a uint8 cache attends to in float16
-_INVALID = {"int8": -77, "uint8": 0xFF}  # uint8: scales that are NaN
+_INVALID = {"int8": -77, "uint8": 0xFF, "uint16": 0x7FC0}  # uint8: scales that are NaN
 
 
 class BlockPool:

@@ -56,7 +56,7 @@ def plan_cache(
     Raises:
         EdgeLLMError: a flag is not supported, with the reason.
     """
-    if plan.kv_cache in ("float16", "int4"):
+    if plan.kv_cache in ("float16", "bfloat16", "int4"):
         raise EdgeLLMError(
             f"--kvCache {plan.kv_cache} is for the CPU",
             hint="leave it out: TensorRT's cache has the type that attention computes in, or give "

@@ -9,7 +9,7 @@ namespace edgellm {
 
 namespace {
 
-using Isa = Avx512Isa;
+using Isa = Avx512Bf16Isa;
 
 // By the rates of the instructions: for 16 rows and channels along a block of 32 inputs AVX-512 needs
 // 128 cycles, tiles 32 to multiply and to store. Fewer rows gain less; the break-even is not measured.

@@ -13,8 +13,9 @@
 namespace edgellm {
 namespace {
 
-// Scores become exponentials below the largest; their sum has lanes by place in the chunk.
-template <class Isa>
+// Scores become weights, exponentials below the largest: floats, or bfloat16 that begins where the scores begin. Those
+// outside of the query's keys are zero in whole strips. The sum of floats has lanes by place in the chunk.
+template <class Isa, class E>
 void weigh(Query& query, int64_t base) {
   const int64_t first = query.first - base, end = query.end - base;
   const int64_t begin = first / kStrip * kStrip, stop = (end + kStrip - 1) / kStrip * kStrip;
@@ -24,11 +25,20 @@ void weigh(Query& query, int64_t base) {
   for (int64_t i = end; i < stop; i++) s[i] = kNothing;
   for (int64_t i = begin; i < stop; i += kStrip) largest = Isa::max(largest, Isa::load(s + i));
   query.top = Isa::largest(largest);
-  for (int64_t i = begin; i < stop; i += kStrip)
-    Isa::store(s + i, exp<Isa>(Isa::sub(Isa::load(s + i), Isa::set(query.top))));
-  for (int64_t i = begin; i < first; i++) s[i] = 0;
-  for (int64_t i = end; i < stop; i++) s[i] = 0;
-  for (int64_t i = begin; i < stop; i += kStrip) total = Isa::add(total, Isa::load(s + i));
+  for (int64_t i = begin; i < stop; i += kStrip) {
+    F<Isa> weights = exp<Isa>(Isa::sub(Isa::load(s + i), Isa::set(query.top)));
+    if (i < first || i + kStrip > end) {
+      Isa::store(s + i, weights);
+      for (int64_t key = i; key < first; key++) s[key] = 0;
+      for (int64_t key = end; key < i + kStrip; key++) s[key] = 0;
+      weights = Isa::load(s + i);
+    }
+    total = Isa::add(total, weights);
+    if constexpr (std::is_same_v<E, BFloat16>)
+      Isa::store_bfloat(reinterpret_cast<uint16_t*>(s) + i, weights);
+    else
+      Isa::store(s + i, weights);
+  }
   query.total = Isa::sum(total);
 }
 
@@ -155,6 +165,10 @@ struct Tile {
       if constexpr (std::is_same_v<E, Int4>) first_end = least(first_end, most(base, first_recent(a, q.row)));
       highest = most(highest, least(q.end, q.straight));
     }
+    if constexpr (std::is_same_v<E, BFloat16>) {  // values are added in pairs
+      last_first += last_first % 2;
+      first_end -= first_end % 2;
+    }
     is_shared = is_shared && last_first < first_end;
     // Masked keys of a row are scored too, and their scores are ignored.
     chunk.score_keys(a, queries, rows * group, lowest, highest);
@@ -162,11 +176,14 @@ struct Tile {
       Query* own = queries + r * group;
       score_slots<E>(a, kv_head, base, own);
       if (own->first < own->end)
-        for (int i = 0; i < group; i++) weigh<Isa>(own[i], base);
+        for (int i = 0; i < group; i++) weigh<Isa, E>(own[i], base);
       add_keys(a, kv_head, chunk, own, own->first, is_shared ? last_first : own->end);
     }
     if (!is_shared) return;
-    add_slots<Isa>(queries, rows * group, chunk.values, last_first - base, first_end - base);
+    if constexpr (std::is_same_v<E, BFloat16>)
+      chunk.add_pairs(queries, rows * group, last_first - base, first_end - base);
+    else
+      add_slots<Isa>(queries, rows * group, chunk.values, last_first - base, first_end - base);
     for (int r = 0; r < rows; r++) add_keys(a, kv_head, chunk, queries + r * group, first_end, queries[r * group].end);
   }
 
@@ -184,7 +201,8 @@ struct Tile {
                   });
       score_seen<uint16_t>(a, a.cache.recent_keys, kv_head, base, own, most(first, recent), own->end);
     } else {
-      score_seen<float>(a, a.cache.keys, kv_head, base, own, first, own->end);
+      using Seen = std::conditional_t<std::is_same_v<E, BFloat16>, E, float>;
+      score_seen<Seen>(a, a.cache.keys, kv_head, base, own, first, own->end);
     }
   }
 
@@ -201,6 +219,10 @@ struct Tile {
         alignas(64) float turned[int4_strip_floats(kMostDim)];
         turn_int4<Isa>(rows, count, a.padded_dim(), turned);
         score_int4<Isa>(a, own, group, turned, key - base);
+      } else if constexpr (std::is_same_v<E, BFloat16>) {
+        alignas(64) int32_t turned[kStrip * kMostDim / 2];
+        turn_pairs<Isa>(rows, count, a.shape.head_dim, a.padded_dim(), turned);
+        score_strip_of_pairs<Isa>(a, own, group, turned, key - base);
       } else {
         score_rows<Isa>(a, own, group, rows, count, no_rows, key - base);
       }
@@ -224,6 +246,8 @@ struct Tile {
       const int64_t recent = least(to, most(from, first_recent(a, own->row)));
       add_own(a, kv_head, chunk, own, from, recent);
       add_recent(a, kv_head, chunk.base, own, recent, to);
+    } else if constexpr (std::is_same_v<E, BFloat16>) {
+      add_own_pairs(a, kv_head, chunk, own, from, to);
     } else {
       add_own(a, kv_head, chunk, own, from, to);
     }
@@ -241,6 +265,25 @@ struct Tile {
       add_values<Isa>(own, group,
                       read_seen<Isa>(a, a.cache.recent_values, kv_head, own->row, key, count, memory), key - base,
                       count, dim);
+    }
+  }
+
+  // Pairs are those of the keys' indices, so one may be partly of contiguous keys.
+  void add_own_pairs(const Attention& a, int64_t kv_head, const Chunk<Isa, BFloat16>& chunk, const Query* own,
+                     int64_t from, int64_t to) const {
+    alignas(64) BFloat16 memory[kStrip * kMostDim];
+    alignas(64) int32_t pairs[kStrip / 2 * kMostDim];
+    const int64_t base = chunk.base, dim = a.padded_dim(), size = a.shape.head_dim;
+    const int64_t straight = to <= own->straight ? to : own->straight - own->straight % 2;
+    chunk.add_pairs(own, group, from - base, straight - base);
+    for (int64_t key = most(from, straight), count; key < to; key += count) {
+      const int64_t odd = key % 2;  // then its pair is not whole
+      count = least(kStrip - odd, to - key);
+      __builtin_memset(memory, 0, kStrip * size * sizeof(BFloat16));
+      read_seen<Isa>(a, a.cache.values, kv_head, own->row, key, count, memory + odd * size);
+      for (int64_t i = 0; i < odd + count; i += 2)
+        pair_rows<Isa>(memory + i * size, memory + (i + 1) * size, size, dim, pairs + i / 2 * dim);
+      add_pair_values<Isa>(own, group, pairs, dim, key - base, key + count - base);
     }
   }
 

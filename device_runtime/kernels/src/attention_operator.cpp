@@ -119,7 +119,7 @@ enum {
 // Inputs: q [1, S, heads * D], or q, k and v concatenated, with k and v left out; k, v [1, S, kv_heads * D]. With q
 // alone nothing is written: the rows are in the cache already, which another layer owns. With the attribute `causal`
 // rows attend to no later ones, even if their mask has some.
-// past key and value [pages, kv_heads, page rows, D] of float, half or int8; sequences int64 [B, 3], in the
+// past key and value [pages, kv_heads, page rows, D] of float, half, bfloat16 (as uint16) or int8; sequences int64 [B, 3], in the
 // order of their rows: rows before, rows of this pass, columns of the mask (0: causal); page tables int64
 // [B, P]; cos, sin [., R / 2]; positions int64 [1, S]; masks bool, of each sequence [rows, columns] over its
 // last slots, behind each other; q_norm, k_norm [D]; sinks [heads]; k_scale, v_scale [1].
@@ -201,7 +201,8 @@ struct CachedAttention {
     a.cache.type = kCache == ort::kFloat  ? CacheType::kFloat32
                    : kCache == ort::kHalf ? CacheType::kFloat16
                    : kCache == ort::kInt8 ? CacheType::kInt8
-                                          : CacheType::kInt4;
+                   : kCache == ort::kUInt16 ? CacheType::kBFloat16
+                                            : CacheType::kInt4;
     shape.head_dim = a.cache.type == CacheType::kInt4 ? head_dim : cache[3];
     require(a.row_elements() == cache[3], "CachedAttention: head_dim does not fit the rows of 4 bits");
     if (a.cache.type == CacheType::kInt4) {
@@ -344,7 +345,7 @@ struct CachedAttention {
   static void* copy_past(OrtKernelContext* context, size_t index, const Tensor& past, const Attention& a) {
     const Tensor present = ort::output(context, index, past.dims);
     require(present.data || !past.count(), "CachedAttention: the caches are written, but no outputs");
-    const int64_t size = a.cache.type == CacheType::kFloat32 ? 4 : a.cache.type == CacheType::kFloat16 ? 2 : 1;
+    const int64_t size = kCache == ort::kFloat ? 4 : kCache == ort::kHalf || kCache == ort::kUInt16 ? 2 : 1;
     if (present.data != past.data) std::memcpy(present.data, past.data, past.count() * size);
     return present.data;
   }
@@ -354,7 +355,8 @@ struct CachedAttention {
 
 Operators attention_operators() {
   return {ort::describe<CachedAttention<ort::kFloat>>(), ort::describe<CachedAttention<ort::kHalf>>(),
-          ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<CachedAttention<ort::kUInt8>>()};
+          ort::describe<CachedAttention<ort::kInt8>>(), ort::describe<CachedAttention<ort::kUInt16>>(),
+          ort::describe<CachedAttention<ort::kUInt8>>()};
 }
 
 }  // namespace edgellm

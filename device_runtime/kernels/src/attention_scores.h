@@ -1,6 +1,7 @@
 // Scores of queries with the keys of a chunk.
 #pragma once
 
+#include "attention_bfloat.h"
 #include "attention_int4.h"
 #include "attention_query.h"
 #include "kernels.h"
@@ -110,11 +111,15 @@ void score_turned(const Query* queries, const float* turned, int64_t dim, int64_
     }
 }
 
-// Scores from `at` on of R registers of keys. `turned`: of the whole chunk.
-template <class Isa, int Q, int R>
-void score_some(const Query* queries, int count, const float* turned, int64_t dim, int64_t at) {
-  const float* keys = turned + at / kStrip * kStrip * dim + at % kStrip;
-  if (count == Q) switch (dim) {
+// Scores from `at` on of R registers of turned keys, floats or pairs.
+template <class Isa, int Q, int R, class T>
+void score_some(const Query* queries, int count, const T* keys, int64_t dim, int64_t at) {
+  if (count != Q) {
+    if constexpr (Q > 1) score_some<Isa, Q - 1, R>(queries, count, keys, dim, at);
+  } else if constexpr (std::is_same_v<T, int32_t>) {
+    score_pairs<Isa, Q, R>(queries, keys, dim, at);
+  } else {
+    switch (dim) {
       case 64:
         return score_turned<Isa, Q, R, 4>(queries, keys, dim, at);
       case 128:
@@ -122,8 +127,30 @@ void score_some(const Query* queries, int count, const float* turned, int64_t di
       default:
         return score_turned<Isa, Q, R, 0>(queries, keys, dim, at);
     }
-  else if constexpr (Q > 1)
-    score_some<Isa, Q - 1, R>(queries, count, turned, dim, at);
+  }
+}
+
+// Scores of keys [at, end) of a chunk, whole strips in `turned`. kQ queries share a read of R registers.
+template <class Isa, int kQ, int R, class T>
+void score_all_turned(const Attention& a, const Query* queries, int all, const T* turned, int64_t at, int64_t end) {
+  constexpr int kOfStrip = R < Isa::kParts ? R : Isa::kParts, kKeys = R * Isa::kLanes;
+  const int tiles = (all + kQ - 1) / kQ;
+  const int64_t begin = at, dim = a.padded_dim(), width = std::is_same_v<T, int32_t> ? dim / 2 : dim;
+  const auto keys = [&](int64_t key) {
+    return turned + (key - begin) / kStrip * kStrip * width + (key - begin) % kStrip;
+  };
+  for (; at < end; at += kKeys)
+    for (int tile = 0; tile < tiles; tile++) {
+      const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
+      if (at + kKeys <= end)
+        score_some<Isa, kQ, R>(queries + first, some, keys(at), dim, at);
+      else
+        for (int64_t rest = at; rest < end; rest += kOfStrip * Isa::kLanes)
+          score_some<Isa, kQ, kOfStrip>(queries + first, some, keys(rest), dim, rest);
+    }
+  for (int i = 0; a.rules.softcap > 0 && i < all; i++)
+    for (float* s = queries[i].scores + begin; s < queries[i].scores + end; s += kStrip)
+      Isa::store(s, capped<Isa>(a, Isa::load(s)));
 }
 
 // Keys and values of slots that lie straight, of one chunk, for all rows that are computed together.
@@ -131,8 +158,9 @@ template <class Isa, class E>
 struct Chunk {
   int64_t base, first, count;  // slots [first, count) of the chunk are read; `first` begins a strip
   Slots<Isa, E> keys, values;
-  float* turned;  // [strips, padded_dim, 16], or nullptr; of rows with 4 bits see `turn_int4`
-  static constexpr bool is_int4 = std::is_same_v<E, Int4>;
+  float* turned;  // [strips, padded_dim, 16], or nullptr; of rows with 4 bits see `turn_int4`, of bfloat16 `turn_pairs`
+  int32_t* pairs = nullptr;  // of bfloat16: values of keys 2i and 2i + 1, [i, padded_dim]; nullptr for few queries
+  static constexpr bool is_int4 = std::is_same_v<E, Int4>, is_bfloat = std::is_same_v<E, BFloat16>;
 
   // Slots of [begin, end). `work`: [3, kChunk, padded_dim].
   Chunk(const Attention& a, int64_t kv_head, int64_t index, int64_t begin, int64_t end, int64_t queries, float* work)
@@ -146,11 +174,30 @@ struct Chunk {
       turned = work;
       for (int64_t key = first; key < count; key += kStrip)
         turn_int4<Isa>(keys.row(key), count - key, dim, strip(key), keys.row(key + kStrip));
+    } else if constexpr (is_bfloat) {
+      turned = work;
+      if (queries <= kFewQueries) return;
+      pairs = reinterpret_cast<int32_t*>(work + kChunk * dim);
+      for (int64_t key = first; key < count; key += kStrip) {
+        turn_strip(key, turned_pairs(key));
+        pair_strip(key, key + kStrip, pairs + key / 2 * dim);
+      }
     } else {
       turned = Isa::kTurnFrom > 0 && queries >= Isa::kTurnFrom ? work + 2 * kChunk * dim : nullptr;
       if constexpr (Isa::kTurnFrom > 0)
         for (int64_t key = first; turned && key < count; key += kStrip)
           turn<Isa>(keys.row(key), count - key, dim, turned + key * dim, keys.row(key + kStrip));
+    }
+  }
+
+  // Adds the values of keys [from, to) in bfloat16.
+  void add_pairs(const Query* queries, int all, int64_t from, int64_t to) const {
+    if (pairs) return add_pair_values<Isa>(queries, all, pairs + from / 2 * keys.dim, keys.dim, from, to);
+    alignas(64) int32_t strip_pairs[kStrip / 2 * kMostDim];
+    for (int64_t key = from, end; key < to; key = end) {
+      end = least(to, (key / kStrip + 1) * kStrip);
+      pair_strip(key - key % 2, end, strip_pairs);
+      add_pair_values<Isa>(queries, all, strip_pairs, keys.dim, key, end);
     }
   }
 
@@ -160,34 +207,45 @@ struct Chunk {
     if (from >= to) return;
     if constexpr (is_int4) {
       for (; at < to - base; at += kStrip) score_int4<Isa>(a, queries, all, strip(at), at);
+    } else if constexpr (is_bfloat) {
+      const int64_t together = pairs ? kChunk : most(kStrip, Isa::kPairRegisters * Isa::kLanes);
+      for (const int64_t end = strips_end(to); at < end; at += together) {
+        const int64_t stop = least(end, at + together);
+        for (int64_t key = at; !pairs && key < stop; key += kStrip) turn_strip(key, turned_pairs(key - at));
+        score_all_turned<Isa, Isa::kPairQueries, Isa::kPairRegisters>(a, queries, all, turned_pairs(pairs ? at : 0), at,
+                                                                      stop);
+      }
     } else {
       for (; !turned && at < to - base; at += kStrip)
         score_rows<Isa, E>(a, queries, all, keys.row(at), to - base - at, keys.row(at + kStrip), at);
       if constexpr (Isa::kTurnFrom > 0)
-        if (turned) score_all_turned(a, queries, all, at, (to - base + kStrip - 1) / kStrip * kStrip);
+        if (turned)
+          score_all_turned<Isa, Isa::kScoreQueries, Isa::kScoreRegisters>(a, queries, all, turned + at * keys.dim, at,
+                                                                          strips_end(to));
     }
   }
 
  private:
   float* strip(int64_t key) const { return turned + key / kStrip * int4_strip_floats(keys.dim); }
-
-  // Of keys [at, end) of the chunk, whole strips. `kScoreQueries` queries share a read of `kScoreRegisters` registers.
-  void score_all_turned(const Attention& a, const Query* queries, int all, int64_t at, int64_t end) const {
-    constexpr int R = Isa::kScoreRegisters, kOfStrip = R < Isa::kParts ? R : Isa::kParts, kKeys = R * Isa::kLanes;
-    const int tiles = (all + Isa::kScoreQueries - 1) / Isa::kScoreQueries;
-    const int64_t begin = at, dim = a.padded_dim();
-    for (; at < end; at += kKeys)
-      for (int tile = 0; tile < tiles; tile++) {
-        const int first = all * tile / tiles, some = all * (tile + 1) / tiles - first;
-        if (at + kKeys <= end)
-          score_some<Isa, Isa::kScoreQueries, R>(queries + first, some, turned, dim, at);
-        else
-          score_some<Isa, Isa::kScoreQueries, kOfStrip>(queries + first, some, turned, dim, at);
-      }
-    for (int i = 0; a.rules.softcap > 0 && i < all; i++)
-      for (float* s = queries[i].scores + begin; s < queries[i].scores + end; s += kStrip)
-        Isa::store(s, capped<Isa>(a, Isa::load(s)));
+  int32_t* turned_pairs(int64_t key) const { return reinterpret_cast<int32_t*>(turned) + key * keys.dim / 2; }
+  void turn_strip(int64_t key, int32_t* out) const {
+    turn_pairs<Isa>(keys.row(key), count - key, keys.stride, keys.dim, out, ahead(key, keys, &values));
   }
+  // Of keys from the even `key` to `end` in a strip.
+  void pair_strip(int64_t key, int64_t end, int32_t* out) const {
+    const int64_t some = least(end, count) - key, size = values.stride;
+    const BFloat16 *rows = values.row(key), *next = ahead(key, values);
+    for (int64_t i = 0; i < some; i += 2, rows += 2 * size, out += values.dim) {
+      const bool is_whole = key + i + 1 < count;
+      pair_rows<Isa>(rows, is_whole ? rows + size : nullptr, size, values.dim, out, next ? next + i * size : nullptr);
+    }
+  }
+  // What is read two strips later, where `others` follow these rows; nullptr: it is not known.
+  const BFloat16* ahead(int64_t key, const Slots<Isa, E>& rows, const Slots<Isa, E>* others = nullptr) const {
+    const int64_t later = key + 2 * kStrip, end = strips_end(base + count);
+    return later < end ? rows.row(later) : others ? others->row(first + later - end) : nullptr;
+  }
+  int64_t strips_end(int64_t to) const { return (to - base + kStrip - 1) / kStrip * kStrip; }
 };
 
 }  // namespace

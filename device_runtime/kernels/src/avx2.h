@@ -11,6 +11,7 @@ namespace {
 struct Avx2 : Registers<32> {
   static constexpr int kRows = 4, kStrips = 1, kAtOnce = 1, kScoreQueries = 4, kScoreRegisters = 2, kTurnFrom = 6;
   static constexpr int kValueQueries = 6, kValueTile = 4, kSumRegisters = 12;
+  static constexpr int kPairRegisters = 2, kPairSums = 8;
 
   static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static Floats from_half(Halves h) { return _mm256_cvtph_ps(__m128i(h)); }

@@ -58,9 +58,12 @@ int find_sets(const Kernels** found) {
   const bool avx2 = has(state, {1, 2}) && has(basic.c, {12, 28, 29}) && has(more.b, {5, 8});
   // AVX512 F 16, DQ 17, BW 30, VL 31; VNNI 11.
   const bool avx512 = avx2 && has(state, {5, 6, 7}) && has(more.b, {16, 17, 30, 31}) && has(more.c, {11});
+  // BF16 5.
+  const bool bf16 = avx512 && has(late.a, {5});
   // TILE 24, INT8 25.
-  const bool amx = avx512 && has(state, {17, 18}) && has(more.d, {24, 25}) && may_use_tiles();
+  const bool amx = bf16 && has(state, {17, 18}) && has(more.d, {24, 25}) && may_use_tiles();
   if (amx) found[count++] = &amx_kernels();
+  if (bf16) found[count++] = &k_avx512_bf16;
   if (avx512) found[count++] = &k_avx512_vnni;
   if (avx2 && has(late.a, {4})) found[count++] = &k_avx_vnni;
   if (avx2) found[count++] = &k_avx2;

@@ -11,6 +11,7 @@ namespace edgellm {
 namespace {
 
 enum class Int4 : uint8_t {};  // a byte of such a row
+enum class BFloat16 : uint16_t {};
 
 // The orthonormal Walsh-Hadamard transform, its own inverse, in blocks of the largest power of two that divides `dim`.
 void hadamard(int64_t dim, float* x) {

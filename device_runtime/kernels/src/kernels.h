@@ -177,7 +177,7 @@ struct LowRank {
 
 // kInt4: see `int4_rows.h`. Rows are rotated by a Walsh-Hadamard transform and also kept in float16, in pages of their
 // own. Row p attends to the keys p - kRecent + 1 to p in float16 and to earlier ones in 4 bits.
-enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8, kInt4 };
+enum class CacheType : uint32_t { kFloat32, kFloat16, kInt8, kInt4, kBFloat16 };
 
 constexpr int64_t kInt4Block = 32;  // numbers with one scale
 constexpr int64_t kRecent = 128;
@@ -237,7 +237,8 @@ struct Attention {
     const int64_t step = cache.type == CacheType::kInt4 ? kInt4Block : kStrip;
     return (shape.head_dim + step - 1) / step * step;
   }
-  int64_t query_floats() const { return padded_dim() * (cache.type == CacheType::kInt4 ? 2 : 1); }
+  bool rounds_queries() const { return cache.type == CacheType::kInt4 || cache.type == CacheType::kBFloat16; }
+  int64_t query_floats() const { return padded_dim() * (rounds_queries() ? 2 : 1); }
   int64_t partial_floats() const { return padded_dim() + kStrip; }
   // Size of `work` for some rows: keys, values and transposed keys of a chunk, and sums.
   int64_t work_floats(int64_t for_rows) const {
@@ -313,7 +314,7 @@ struct Kernels {
 
 // The tables of all instruction sets, of which those of the compiler's target are defined; see `instruction_set.h`.
 extern const Kernels k_scalar;
-extern const Kernels k_avx2, k_avx_vnni, k_avx512_vnni;
+extern const Kernels k_avx2, k_avx_vnni, k_avx512_vnni, k_avx512_bf16;
 extern const Kernels k_neon_dotprod, k_neon_i8mm;
 const Kernels& amx_kernels();
 

@@ -90,6 +90,10 @@ void store_row(const Attention& a, void* cache, float scale, int64_t at, const f
         store_halves<Isa>(halves, Isa::load(x + d));
         __builtin_memcpy(static_cast<uint16_t*>(cache) + at + d, halves, count * 2);
         break;
+      case CacheType::kBFloat16:
+        Isa::store_bfloat(halves, Isa::load(x + d));
+        __builtin_memcpy(static_cast<uint16_t*>(cache) + at + d, halves, count * 2);
+        break;
       case CacheType::kInt8: {
         const F<Isa> steps = Isa::div(Isa::load(x + d), Isa::set(scale));
         Isa::store_codes(codes, Isa::to_int(Isa::max(Isa::min(steps, Isa::set(127)), Isa::set(-128))));
@@ -125,6 +129,13 @@ void list_seen(const Attention& a, int64_t row) {
   seen[2] = int32_t(base) + before;
 }
 
+// Writes the bits of a query's numbers in bfloat16 behind them.
+template <class Isa>
+void round_query(int64_t dim, float* query) {
+  auto* const bits = reinterpret_cast<uint16_t*>(query + dim);
+  for (int64_t d = 0; d < dim; d += kStrip) Isa::store_bfloat(bits + d, Isa::load(query + d));
+}
+
 template <class Isa>
 void write_kv(const Attention& a, int64_t row) {
   float head[kMostDim];
@@ -133,6 +144,7 @@ void write_kv(const Attention& a, int64_t row) {
     float* query = a.scratch.queries + (row * a.shape.heads + h) * a.query_floats();
     take_head<Isa>(a, row, a.inputs.q + row * a.inputs.q_stride + h * a.shape.head_dim, a.inputs.q_norm, true, query);
     for (int64_t d = 0; d < a.shape.head_dim; d++) query[d] *= scale;
+    if (a.cache.type == CacheType::kBFloat16) round_query<Isa>(a.padded_dim(), query);
     if (a.cache.type != CacheType::kInt4) continue;
     hadamard(a.shape.head_dim, query);
     pack_int4_query<Isa>(a.padded_dim(), query);
@@ -171,7 +183,8 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
         x = Isa::load_codes(whole(static_cast<const int8_t*>(cache) + at + d, rest, codes));
         break;
       case CacheType::kInt4:
-        break;  // its rows are never floats
+      case CacheType::kBFloat16:
+        break;  // their rows are never floats
     }
     Isa::store(out + d, x);
   }
@@ -181,6 +194,7 @@ void read_row(const Attention& a, const void* cache, int64_t at, float* out) {
 template <class Function>
 void with_elements(const Attention& a, Function function) {
   if (a.cache.type == CacheType::kInt4) return function(Int4{});
+  if (a.cache.type == CacheType::kBFloat16) return function(BFloat16{});
   if (a.cache.type == CacheType::kFloat32 || a.padded_dim() != a.shape.head_dim) return function(float{});
   a.cache.type == CacheType::kFloat16 ? function(uint16_t{}) : function(int8_t{});
 }
@@ -195,7 +209,7 @@ struct Slots {
   Slots(const Attention& a, const void* cache, int64_t kv_head, int64_t base, int64_t first, int64_t end, float* memory)
       : page_rows(a.cache.page_rows),
         dim(a.padded_dim()),
-        stride(std::is_same_v<E, Int4> ? a.row_elements() : a.padded_dim()) {
+        stride(sizeof(E) == sizeof(float) ? a.padded_dim() : a.row_elements()) {
     if constexpr (sizeof(E) == sizeof(float))
       if (a.cache.type != CacheType::kFloat32 || dim != a.shape.head_dim) {
         for (int64_t slot = 0; slot < kChunk; slot += page_rows) pages[slot / page_rows] = memory + slot * dim;
@@ -217,17 +231,18 @@ struct Slots {
   int64_t together(int64_t from, int64_t to) const { return least(to, (from / page_rows + 1) * page_rows) - from; }
 };
 
-// Up to 16 keys of one row that follow its contiguous ones, in `memory`: as floats, copies of rows of 4 bits, or halves
-// of the recent ones.
+// Up to 16 keys of one row that follow its contiguous ones, in `memory`: as floats, copies of rows of 4 bits and of
+// bfloat16, or halves of the recent ones.
 template <class Isa, class E>
 const E* read_seen(const Attention& a, const void* cache, int64_t kv_head, int64_t row, int64_t key, int64_t count,
                    E* memory) {
   const int64_t ruled = a.end_slot() - a.shape.mask_columns, dim = a.padded_dim();
   for (int64_t i = 0; i < count; i++) {
-    const int64_t slot = a.scratch.slots[row * a.shape.mask_columns + key + i - ruled];
+    const int64_t index = key + i - ruled;  // negative for the even key of a pair that the mask divides
+    const int64_t slot = index < 0 ? key + i : a.scratch.slots[row * a.shape.mask_columns + index];
     const E* const rows = static_cast<const E*>(cache);
-    if constexpr (std::is_same_v<E, Int4>)
-      __builtin_memcpy(memory + i * a.row_elements(), rows + a.place(kv_head, slot), a.row_elements());
+    if constexpr (std::is_same_v<E, Int4> || std::is_same_v<E, BFloat16>)
+      __builtin_memcpy(memory + i * a.row_elements(), rows + a.place(kv_head, slot), a.row_elements() * sizeof(E));
     else if constexpr (std::is_same_v<E, uint16_t>)
       __builtin_memcpy(memory + i * dim, rows + a.recent_place(kv_head, slot), 2 * dim);
     else

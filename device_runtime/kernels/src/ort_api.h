@@ -24,6 +24,7 @@ using ElementType = ONNXTensorElementDataType;
 constexpr ElementType kUndefined = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 constexpr ElementType kFloat = ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
 constexpr ElementType kUInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
+constexpr ElementType kUInt16 = ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT16;
 constexpr ElementType kInt8 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
 constexpr ElementType kInt64 = ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
 constexpr ElementType kBool = ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL;

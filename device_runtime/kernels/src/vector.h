@@ -34,6 +34,8 @@ struct Registers {
   static constexpr bool kJoinsTerms = false;  // the two codes of an input are one of 16 bits; see `dot_words`
   static constexpr int kUnpackedBlock = 0;  // inputs of the largest block whose codes many rows unpack once
   static constexpr int kUnpackedRows = 5, kUnpackedStrips = 1;  // multiplied with unpacked codes at once
+  static constexpr int kPairQueries = 4, kPairRegisters = 4, kPairSums = 16;  // of attention to bfloat16
+  static constexpr bool kInterleaves = false;  // has `interleave`, of two registers' halves
   static constexpr int kFetchFrom = 2;  // rows of a product; see `PrefetchRange`
 
   template <class V>
@@ -243,6 +245,18 @@ struct Vector : Native {
   }
   static EDGELLM_INLINE void store_half(void* p, F x) {
     for_each([&](int i) { Native::write(static_cast<uint16_t*>(p) + i * kLanes, Native::to_half(part(x, i))); });
+  }
+  static EDGELLM_INLINE void store_bfloat(void* p, F x) {  // to nearest, ties to even
+    for_each([&](int i) {
+      const Ints bits = Ints(part(x, i)), rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+      Native::write(static_cast<uint16_t*>(p) + i * kLanes, __builtin_convertvector(rounded, Halves));
+    });
+  }
+  // Adds the products of two pairs of bfloat16: of the odd numbers, then of the even ones. Products are exact in float.
+  static EDGELLM_INLINE Floats dot_pairs(Floats sum, Ints a, Ints b) {
+    const auto odd = [](Ints x) { return Floats(x & int32_t(0xffff0000)); };
+    const auto even = [](Ints x) { return Floats(x << 16); };
+    return Native::fma(even(a), even(b), Native::fma(odd(a), odd(b), sum));
   }
   static EDGELLM_INLINE void store_codes(int8_t* p, I x) { Native::store_codes(p, &part(x, 0)); }
 

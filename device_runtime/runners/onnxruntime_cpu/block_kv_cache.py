@@ -328,7 +328,7 @@ class BlockKVCache:
         if self._is_joined:
             return joined_rows([rows for table in self._tables for rows in table.padded(length)])
         shape = (2 * self._kv.num_layers, 1, self._kv.num_kv_heads, length, self._kv.head_dim)
-        found = np.zeros(shape, self._kv.dtype)  # unwritten zeros take no memory
+        found = np.zeros(shape, self._kv.array_dtype)  # unwritten zeros take no memory
         for table in self._tables:
             there = np.arange(table.first_position, length)
             found[_places(table), 0, :, table.first_position :] = table.read(there)

@@ -23,6 +23,11 @@ def has_fast_int8() -> bool:
     return bool(_flags() & {"avx512_vnni", "avx_vnni", "amx_int8", "asimddp"})
 
 
+def has_bfloat_products() -> bool:
+    """Whether edgellm's kernels have dot products of bfloat16, for attention."""
+    return "avx512_bf16" in _flags()
+
+
 @cache
 def _flags() -> frozenset[str]:
     try:

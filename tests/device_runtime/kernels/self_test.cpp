@@ -153,7 +153,7 @@ std::vector<float> attend(const Kernels& set, Attention a, std::vector<uint8_t> 
 }
 
 void test_attention(const Sets& sets, Faults& faults) {
-  for (int trial = 0; trial < 60; trial++) {
+  for (int trial = 0; trial < 80; trial++) {
     Attention a{};
     a.shape.rows = 1 + below(trial % 4 ? 6 : 30);
     a.shape.kv_heads = 1 + below(2);
@@ -170,7 +170,7 @@ void test_attention(const Sets& sets, Faults& faults) {
     a.rules.epsilon = 1e-6f;
     a.cache.k_scale = 0.02f;
     a.cache.v_scale = 0.03f;
-    a.cache.type = CacheType(below(4));
+    a.cache.type = CacheType(below(5));
     const std::vector<float> q = floats(a.shape.rows * a.shape.heads * a.shape.head_dim),
                              k = floats(a.shape.rows * a.shape.kv_heads * a.shape.head_dim), v = floats(k.size()),
                              tables = floats(a.shape.rows * a.inputs.rotary_dim), norm = floats(a.shape.head_dim),
@@ -189,7 +189,8 @@ void test_attention(const Sets& sets, Faults& faults) {
       mask[i] = i % a.shape.rows <= i / a.shape.rows && below(3);
     a.inputs.mask = trial % 2 ? mask.data() : nullptr;
     a.shape.mask_columns = a.inputs.mask ? a.shape.rows : 0;
-    const int64_t size = a.cache.type == CacheType::kFloat32 ? 4 : a.cache.type == CacheType::kFloat16 ? 2 : 1;
+    const bool is_half = a.cache.type == CacheType::kFloat16 || a.cache.type == CacheType::kBFloat16;
+    const int64_t size = a.cache.type == CacheType::kFloat32 ? 4 : is_half ? 2 : 1;
     std::vector<int64_t> pages((a.shape.write_index + a.shape.rows + a.cache.page_rows - 1) / a.cache.page_rows);
     for (size_t i = 0; i < pages.size(); i++) pages[i] = i;
     std::shuffle(pages.begin(), pages.end(), generator);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from kernel_calls import RECENT, Rows, attention, max_and_logsumexp
@@ -11,6 +12,8 @@ from edgellm.device_runtime.kernels.library import instruction_sets
 SETS = instruction_sets()
 FAST = SETS[:-1]
 FLOAT_ERROR = 2e-6  # of the largest value: sums of floats in one order
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CHUNK = 256  # keys whose softmax is summed apart from the others'
 
 
 @pytest.fixture
@@ -59,6 +62,22 @@ def query_of_8_bits(rows):
     return hadamard(np.concatenate(found, -1)).reshape(rows.q.shape)
 
 
+def bfloat_rows(rng, *shape):
+    """See `new_rows`."""
+    return new_rows(rng, *shape, dtype=BFLOAT16)
+
+
+def as_bfloat(x):
+    """Numbers rounded to bfloat16, in float64."""
+    return x.astype(np.float32).astype(BFLOAT16).astype(np.float64)
+
+
+def bfloat_query(rows):
+    """Queries whose scaled numbers have bfloat16."""
+    scale = np.float32(rows.head_dim**-0.5)
+    return as_bfloat(rows.q * scale) / rows.head_dim**-0.5
+
+
 def int4_rows(rng, count, heads, kv_heads, dim, write_index):
     """A cache of random codes, whose scales are those of numbers around 1."""
     rows = new_rows(rng, count, heads, kv_heads, dim, write_index)
@@ -96,10 +115,12 @@ def exact(
     scales=(1.0, 1.0),
     q=None,
     recent=None,
+    rounded=False,
 ):
     """float64, from a cache that already holds the new rows.
 
-    `recent`: `Rows` of the last keys that a row attends to, with the rows' own queries.
+    `recent`: `Rows` of the last keys that a row attends to, with the rows' own queries. `rounded`:
+    weights of a chunk are rounded to bfloat16 below its largest.
     """
     kv_heads, _, dim = rows.keys.shape
     count, heads = len(rows.q), rows.heads
@@ -128,6 +149,11 @@ def exact(
             top = scores.max()
             weights = np.exp(scores - top)
             total = weights.sum() + (0 if sinks is None else np.exp(sinks[head] - top))
+            if rounded:  # keys are counted without siblings, those before a window too
+                end = first + np.count_nonzero(mask[row])
+                chunk = np.arange(end - len(seen), end) // CHUNK
+                tops = np.array([scores[chunk == each].max() for each in chunk])
+                weights = as_bfloat(np.exp(scores - tops)) * np.exp(tops - top)
             y[row, head] = weights @ values / total
     return y.reshape(count, -1)
 
@@ -209,6 +235,29 @@ def test_narrow_caches(name, dtype, dim, rng):
         assert same_bits(cache[:, :300], old[:, :300])
         assert same_bits(cache[:, 303:], old[:, 303:])
     assert same_bits(y, attention("scalar", reference_rows, scales=scales))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_cache_of_bfloat16(shape, rng):
+    """Queries and weights are rounded, too; outputs are those of float64."""
+    count, heads, kv_heads, dim, write_index = shape
+    sinks = rng.standard_normal(heads, np.float32)
+    for mask in (None, random_tree(rng, count, min(count + 3, write_index + count))):
+        for options in ({}, {"window": 57}, {"softcap": 5.0}, {"sinks": sinks}):
+            given = bfloat_rows(rng, count, heads, kv_heads, dim, write_index)
+            rows = given.copy()
+            reference = attention("scalar", rows, mask=mask, **options)
+            own = np.s_[:, write_index : write_index + count]
+            for cache, new in ((rows.keys, rows.k), (rows.values, rows.v)):
+                written = new.reshape(count, kv_heads, dim).transpose(1, 0, 2).astype(BFLOAT16)
+                assert same_bits(cache[own], written)
+            expected = exact(rows, mask, q=bfloat_query(rows), rounded=True, **options)
+            assert close(reference, expected, 2e-3)  # a weight may be rounded the other way
+            assert np.median(np.abs(reference - expected)) < 1e-6
+            for name in FAST:
+                for is_split in (True, False):
+                    y = attention(name, given.copy(), mask=mask, is_split=is_split, **options)
+                    assert same_bits(y, reference), (name, is_split, options)
 
 
 @pytest.mark.parametrize("dim", [16, 24, 64, 80, 128])
@@ -303,7 +352,10 @@ def prefill_in_chunks(name, given, sizes, **options):
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize(("window", "make"), [(0, new_rows), (150, new_rows), (150, int4_rows)])
+@pytest.mark.parametrize(
+    ("window", "make"),
+    [(0, new_rows), (150, new_rows), (150, int4_rows), (0, bfloat_rows), (151, bfloat_rows)],
+)
 def test_results_do_not_depend_on_the_prefill_chunk(name, window, make, rng):
     count = 600 if name != "scalar" else 300
     given = make(rng, count, 3, 1, 32, 0)
@@ -316,7 +368,7 @@ def test_results_do_not_depend_on_the_prefill_chunk(name, window, make, rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("make", [new_rows, int4_rows])
+@pytest.mark.parametrize("make", [new_rows, int4_rows, bfloat_rows])
 def test_tree_node_has_the_bits_of_its_path_alone(name, make, rng):
     """Also across the border of two chunks, where siblings move a row's slot beyond it."""
     for trial in range(60):
@@ -361,8 +413,9 @@ def test_rows_that_attend_to_later_ones(name, rng):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_masked_keys_do_not_affect_a_row(name, rng):
-    given = new_rows(rng, 6, 2, 1, 16, 10)
+@pytest.mark.parametrize("make", [new_rows, bfloat_rows])
+def test_masked_keys_do_not_affect_a_row(name, make, rng):
+    given = make(rng, 6, 2, 1, 16, 10)
     mask = np.eye(6, dtype=np.bool_)
     sound = attention(name, given.copy(), mask=mask)
     given.k[2], given.v[4] = np.nan, np.inf

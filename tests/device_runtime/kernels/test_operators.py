@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -136,6 +137,9 @@ def run_in_place(session, given, keys, values, rows):
     return y[0]
 
 
+BFLOAT16 = ml_dtypes.bfloat16
+
+
 class Strewn:
     """Sequences with KV blocks in any order in one pool, and the outputs of each alone."""
 
@@ -146,6 +150,8 @@ class Strewn:
         self.tables = np.full((len(lengths), max(counts)), -1)
         shape = (len(order), KV_HEADS, page_rows, DIM)
         self.pools = [(rng.standard_normal(shape) * 20).astype(dtype) for _ in range(2)]
+        if dtype == BFLOAT16:  # which ONNX Runtime takes from NumPy as its bits
+            self.pools = [pool.view(np.uint16) for pool in self.pools]
         for table, count in zip(self.tables, counts, strict=True):
             table[:count], order = order[:count], order[count:]
 
@@ -191,11 +197,13 @@ class Strewn:
         return found
 
 
-HALF, INT8 = onnx.TensorProto.FLOAT16, onnx.TensorProto.INT8
-KINDS = [(np.float32, F32), (np.float16, HALF), (np.int8, INT8)]
+HALF, INT8, UINT16 = (getattr(onnx.TensorProto, name) for name in ("FLOAT16", "INT8", "UINT16"))
+KINDS = [(np.float32, F32), (np.float16, HALF), (BFLOAT16, UINT16), (np.int8, INT8)]
 
 
-@pytest.mark.each_change("float16-10-90-2", "int8-3-90-2", "float32-1-0-1", "float32-1-90-1")
+@pytest.mark.each_change(
+    "float16-10-90-2", "bfloat16-4-90-2", "int8-3-90-2", "float32-1-0-1", "float32-1-90-1"
+)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("window", [0, 90])
 @pytest.mark.parametrize(("dtype", "cache"), KINDS)
