@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 from eagle_engines import CAPACITY, INPUT, TREE, EaglePair
@@ -36,7 +37,7 @@ from edgellm.core.manifest import (
     load_engine,
     with_kv_dtype,
 )
-from edgellm.device_runtime.networks.decoder import DecoderNetwork, network
+from edgellm.device_runtime.networks.decoder import DecoderNetwork, network, open_decoder
 from edgellm.device_runtime.networks.draft import DraftNetwork
 from edgellm.device_runtime.networks.heads import HeadsNetwork
 from edgellm.device_runtime.runners import onnxruntime_cpu, tensorrt
@@ -247,3 +248,24 @@ def lower_for_gpu(
     weights.close()
     adapt(model, version, ahead_of_time=kernels is None and version == RTX_TAKES)
     ir.save(model, target)
+
+
+def require_equal_passes(model: LoweredModel, *, limit: float) -> None:
+    """Compare a prompt, a token and a tree on the fake GPU with the CPU engine.
+
+    `limit`: of differences, as a share of the largest logit.
+    """
+    sessions = model.open(FakeDevice()), open_decoder(model.engine, model.manifest_of_cpu)
+    # Of a seed whose logits depend little on float16: with others, those of Qwen3-Next in
+    # transformers differ by up to 0.18 as well.
+    ids, write = np.random.default_rng(1).integers(9, 90, 60), 0
+    mask = np.tril(np.ones((5, 5), np.bool_))
+    mask[3, 2] = mask[4, 3] = False
+    places = np.array([0, 1, 2, 2, 3])
+    for rows in (41, 1, 5):
+        outputs = np.arange(rows) if rows == 5 else np.array([rows - 1])
+        tree = {"position_ids": write + places, "tree_mask": mask} if rows == 5 else {}
+        given = ids[write : write + rows], write, outputs
+        found, expected = (each.run(*given, **tree).logits.copy() for each in sessions)
+        assert np.abs(found - expected).max() < limit * np.abs(expected).max()
+        write += rows

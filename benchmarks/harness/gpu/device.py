@@ -20,7 +20,8 @@ def open_gpu(*, fake: bool) -> tuple[Device, int]:
         device = FakeDevice()
         return device, device.sm
     capability = compute_capability()
-    assert capability is not None, "there is no NVIDIA GPU here"
+    if capability is None:
+        raise SystemExit("error: there is no NVIDIA GPU here\nhint: --quick runs on a fake GPU")
     return open_device(), capability
 
 

@@ -201,7 +201,7 @@ struct Chunk {
     }
   }
 
-  // Of keys [from, to), and of those beside them in their strips.
+  // Of keys [from, to), and of the others in their strips.
   void score_keys(const Attention& a, const Query* queries, int all, int64_t from, int64_t to) const {
     int64_t at = (from - base) / kStrip * kStrip;
     if (from >= to) return;

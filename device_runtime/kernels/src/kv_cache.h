@@ -129,7 +129,7 @@ void list_seen(const Attention& a, int64_t row) {
   seen[2] = int32_t(base) + before;
 }
 
-// Writes the bits of a query's numbers in bfloat16 behind them.
+// Appends a query's numbers in bfloat16 to its floats.
 template <class Isa>
 void round_query(int64_t dim, float* query) {
   auto* const bits = reinterpret_cast<uint16_t*>(query + dim);

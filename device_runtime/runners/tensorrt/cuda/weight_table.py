@@ -30,6 +30,7 @@ HEADER, ADDRESSES = 2, 4  # entries of the header, and of each matrix
 PLACE = np.dtype([("first", np.int64), ("end", np.int64), ("digest", np.uint8, 32)])
 _PIECE_BYTES = 16 << 20  # of a file, in one copy
 _AGAIN = "build the engine again"
+_FORMER_TABLE = "expert_table"  # input of engines from before other weights had addresses
 _loaded: weakref.WeakValueDictionary[tuple[int, bytes], Buffer] = weakref.WeakValueDictionary()
 
 
@@ -130,10 +131,12 @@ def _of_another(path: Path) -> BrokenArtifactError:
 def open_weights(
     tensors: Mapping[str, TensorInfo], device: Device, plan: Path
 ) -> DeviceWeights | None:
-    """Weights by address of the engine with these tensors, if any; see `DeviceWeights`.
+    """Weights by address of the engine with these tensors, if any.
 
-    `plan` is the engine's own file.
+    `plan` is the engine's own file. Raises as `DeviceWeights`, and for an older edgellm's engine.
     """
+    if _FORMER_TABLE in tensors:
+        raise BrokenArtifactError(f"{plan} is of an older edgellm", hint=_AGAIN)
     table = tensors.get(graph_io.WEIGHT_TABLE)
     if table is None:
         return None

@@ -9,13 +9,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import pytest
 from conftest import make_checkpoint
 from fake_gpu import FakeDevice
 from harness.models.checkpoints import round_checkpoint
-from lowered_engines import LoweredModel, open_with
+from lowered_engines import LoweredModel, open_with, require_equal_passes
 
 from edgellm.build.plan import Plan
 from edgellm.core.artifact import hash_file
@@ -23,7 +22,6 @@ from edgellm.core.errors import BrokenArtifactError, LimitError
 from edgellm.core.graph_io import WEIGHT_TABLE
 from edgellm.core.manifest import FileRecord
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners import tensorrt
 from edgellm.device_runtime.runners.tensorrt.cuda import weight_table
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
@@ -99,21 +97,7 @@ def is_rounded(mixture: LoweredModel) -> bool:
 
 def test_passes_equal_the_cpu_engine(either):
     """A chunk with more pairs of an expert than a program has, a token, a tree."""
-    sessions = either.open(FakeDevice()), open_decoder(either.engine, either.manifest_of_cpu)
-    limit = 0.1 if is_rounded(either) else 0.02
-    # Of a seed whose logits depend little on float16: with others, those of Qwen3-Next in
-    # transformers differ by up to 0.18 as well.
-    ids, write = np.random.default_rng(1).integers(9, 90, 60), 0
-    mask = np.tril(np.ones((5, 5), np.bool_))
-    mask[3, 2] = mask[4, 3] = False
-    places = np.array([0, 1, 2, 2, 3])
-    for rows in (41, 1, 5):
-        outputs = np.arange(rows) if rows == 5 else np.array([rows - 1])
-        tree = {"position_ids": write + places, "tree_mask": mask} if rows == 5 else {}
-        given = ids[write : write + rows], write, outputs
-        found, expected = (each.run(*given, **tree).logits.copy() for each in sessions)
-        assert np.abs(found - expected).max() < limit * np.abs(expected).max()
-        write += rows
+    require_equal_passes(either, limit=0.1 if is_rounded(either) else 0.02)
 
 
 def test_outputs_equal_the_cpu_engine(either, monkeypatch):
@@ -166,6 +150,8 @@ def test_a_damaged_file_is_rejected(mixture, monkeypatch):
             mixture.open(FakeDevice())
     finally:
         path.write_bytes(whole)
+    with pytest.raises(BrokenArtifactError, match="is of an older edgellm"):
+        weight_table.open_weights({"expert_table": None}, FakeDevice(), path)  # type: ignore - of its name alone
     monkeypatch.setattr(weight_table, "_PIECE_BYTES", 4096)
     mixture.open(FakeDevice())  # in several pieces
     files = {path.name: FileRecord(*dataclasses.astuple(hash_file(path)))}

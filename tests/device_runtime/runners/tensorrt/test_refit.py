@@ -86,7 +86,7 @@ class Board:
 
     def load(self, plan: Path, *, is_stripped: bool = True) -> Any:
         kernels = plan.with_name("kernels")
-        return runtime.load_engine(self.trt, plan, self, {}, kernels, is_stripped=is_stripped)  # type: ignore[arg-type]
+        return runtime.load_engine(self.trt, plan, self, {}, kernels, is_stripped=is_stripped)  # type: ignore[arg-type] - a fake device
 
 
 class _Living:

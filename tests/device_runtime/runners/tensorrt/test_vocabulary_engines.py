@@ -15,7 +15,13 @@ from eagle_engines import EAGLE3, build_pair
 from fake_gpu import FakeDevice, FakeEngine
 from harness.models.random_gguf import write_dense
 from harness.models.random_weights import SHAPES
-from lowered_engines import Lowered, LoweredModel, lower_for_gpu, open_with
+from lowered_engines import (
+    Lowered,
+    LoweredModel,
+    lower_for_gpu,
+    open_with,
+    require_equal_passes,
+)
 
 from edgellm.build.plan import Plan
 from edgellm.build.tensorrt.lowering.kernel_attention import Kernels
@@ -24,7 +30,6 @@ from edgellm.build.tensorrt.memory_estimate import FullCompiler, Sizes, estimate
 from edgellm.core.graph_io import WEIGHT_TABLE
 from edgellm.core.graph_roles import DECODER, DRAFT
 from edgellm.device_runtime import LLM, SamplingParams, SpecOptions
-from edgellm.device_runtime.networks.decoder import open_decoder
 from edgellm.device_runtime.runners.tensorrt.cuda.protocols import ADDRESSED_SUFFIX
 from edgellm.device_runtime.runners.tensorrt.cuda.weight_table import loaded_bytes
 from edgellm.device_runtime.runners.tensorrt.library.attention_nodes import GIVEN
@@ -108,20 +113,8 @@ def test_estimates_of_a_build_leave_them_out(model, name):
 
 
 def test_passes_equal_the_cpu_engine(model, name):
-    """A prompt, a token, a tree; the CPU engine rounds inputs of low-bit layers to 8 bits."""
-    sessions = model.open(FakeDevice()), open_decoder(model.engine, model.manifest_of_cpu)
-    limit = 0.1 if name == "Q4_0" else 0.02
-    ids, write = np.random.default_rng(1).integers(9, 90, 60), 0
-    mask = np.tril(np.ones((5, 5), np.bool_))
-    mask[3, 2] = mask[4, 3] = False
-    places = np.array([0, 1, 2, 2, 3])
-    for rows in (41, 1, 5):
-        outputs = np.arange(rows) if rows == 5 else np.array([rows - 1])
-        tree = {"position_ids": write + places, "tree_mask": mask} if rows == 5 else {}
-        given = ids[write : write + rows], write, outputs
-        found, expected = (each.run(*given, **tree).logits.copy() for each in sessions)
-        assert np.abs(found - expected).max() < limit * np.abs(expected).max()
-        write += rows
+    """The CPU engine rounds inputs of low-bit layers to 8 bits."""
+    require_equal_passes(model, limit=0.1 if name == "Q4_0" else 0.02)
 
 
 def ask(model: LLM, prompt: str) -> list[int]:
